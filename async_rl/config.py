@@ -1,0 +1,325 @@
+"""Configuration: TOML into strict structs, checked as a whole before anything starts.
+
+`load_config` reads a file (or the name of a shipped one), applies `--set section.key=value`, refuses unknown keys by
+naming the nearest known one, and checks what no single section can see (`check_config`). Every failure is one
+ConfigError that says what, where and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message says what, where and what to do."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every section."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    name: str = "run"
+    seed: Count = 0
+    steps: PositiveInt = 100
+    eval_every: Count = 0
+    """Evaluate at version 0, every this many versions, and at the end; 0 is never."""
+    eval_samples: PositiveInt = 512
+    eval_temperature: Annotated[float, Meta(ge=0)] = 0.0
+    eval_timeout: PositiveFloat = 300.0
+    """Seconds; what is not done by then is cancelled and the result reported with its n."""
+    connect_timeout: PositiveFloat = 60.0
+    """Seconds that a pool waits for the services to answer before it gives up."""
+    draw_timeout: PositiveFloat = 600.0
+    """Seconds that the trainer waits for one batch before it gives up, naming what is missing."""
+
+
+class TinyModelConfig(Section, frozen=True, kw_only=True):
+    """A small base model made on the spot by supervised learning on the task, stopped when *sampled* accuracy enters
+    [accuracy_low, accuracy_high]; made once and cached by a hash of everything that decides it."""
+
+    seed: Count = 0
+    hidden: PositiveInt = 128
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    intermediate: PositiveInt = 256
+    learning_rate: PositiveFloat = 2e-3
+    batch: PositiveInt = 128
+    accuracy_low: Fraction = 0.2
+    accuracy_high: Fraction = 0.3
+    max_steps: PositiveInt = 400
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    path: str = ""
+    """A directory in Hugging Face layout. Empty with [model.tiny]: the made model's place in the cache."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tiny: TinyModelConfig | None = None
+
+
+class BufferConfig(Section, frozen=True, kw_only=True):
+    endpoint: str = "auto"
+    store_endpoint: str = "auto"
+    max_staleness: Count = 4
+    groups_per_step: PositiveInt = 32
+    group_size: PositiveInt = 8
+    order: Literal["fifo", "windowed"] = "fifo"
+    window: PositiveInt = 1
+    """With order "windowed": how many tickets the window spans."""
+    on_short_group: Literal["retry", "drop", "accept"] = "retry"
+    zero_variance: Literal["keep", "refill"] = "keep"
+    """What to do with a group whose rewards are all equal: train it all the same, or drop it and lease its ticket
+    again with another instance."""
+    max_tries: PositiveInt = 8
+    capacity_bytes: PositiveInt = 256 << 20
+    heartbeat: PositiveFloat = 1.0
+    """Seconds; a peer that is silent for three is gone."""
+    lease_timeout: PositiveFloat = 600.0
+    """Seconds after which a lease is taken back from a node that lives but does not deliver."""
+
+
+class InferenceConfig(Section, frozen=True, kw_only=True):
+    engine: Literal["torch"] = "torch"
+    nodes: PositiveInt = 1
+    slots: PositiveInt = 64
+    in_flight: Literal["finish", "continue", "recompute"] = "finish"
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: PositiveInt = 64
+    max_context: PositiveInt = 512
+    """Prompt and answer together, in tokens: what a slot's KV cache holds."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_resident: Annotated[int, Meta(ge=2)] = 3
+    flip_timeout: PositiveFloat = 60.0
+    """Seconds that a new policy waits for a slot before the oldest one's requests are recomputed under it."""
+    eval_share: Fraction = 0.5
+    score_timeout: PositiveFloat = 10.0
+    """Seconds that scoring one completion may take."""
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    kind: Literal["lora"] = "lora"
+    backend: Literal["torch"] = "torch"
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    targets: tuple[str, ...] = ()
+    """Names of the linear modules to adapt (last part of the module path); empty is every linear layer except
+    routers, head and embeddings."""
+    learning_rate: PositiveFloat = 2e-4
+    warmup_steps: Count = 5
+    final_learning_rate: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Fraction of learning_rate reached by linear decay at the last step."""
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    micro_batch_tokens: PositiveInt = 16384
+    checkpoint_every: Count = 20
+    """Versions between checkpoints; 0 is only at the end."""
+
+
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
+    preset: Literal["grpo"] = "grpo"
+    advantage: Literal["grpo"] = "grpo"
+    ratio_level: Literal["token", "sequence"] = "sequence"
+    treatment: Literal["truncate", "clip", "uncorrected"] = "truncate"
+    """truncate: weight by min(ratio, ratio_high). clip: ratio into [ratio_low, ratio_high]. uncorrected: no ratio."""
+    ratio_low: Annotated[float, Meta(ge=0)] = 0.0
+    ratio_high: PositiveFloat = 2.0
+    surrogate: Literal["policy_gradient", "ppo"] = "policy_gradient"
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+
+
+class LaunchConfig(Section, frozen=True, kw_only=True):
+    kind: Literal["local"] = "local"
+    grace: PositiveFloat = 10.0
+    """Seconds between asking a pool to end and ending it."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """A whole run. `task` stays a table here; the task named by its `kind` checks its own keys."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    task: dict[str, Any] = {}
+    buffer: BufferConfig = BufferConfig()
+    inference: InferenceConfig = InferenceConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+
+def lead(config: Config) -> int:
+    """K_a: how many versions ahead of a node's own version it may be given tickets (design: admission). fifo trains
+    in ticket order, so K_a = K. windowed may train a ticket up to ceil((W-1)/B) batches after its place, so the lead
+    is that much smaller; negative when the window cannot keep the bound."""
+    buffer = config.buffer
+    if buffer.order == "windowed":
+        return buffer.max_staleness - math.ceil((buffer.window - 1) / buffer.groups_per_step)
+    return buffer.max_staleness
+
+
+def check_config(config: Config) -> None:
+    """Everything that no single value shows. Raises ConfigError."""
+    buffer, inference, algorithm = config.buffer, config.inference, config.algorithm
+    if "kind" not in config.task:
+        raise ConfigError("[task] needs a key `kind`: which task to train on, for example kind = \"digit_sort\"")
+    if not config.model.path and config.model.tiny is None:
+        raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
+    if buffer.order == "fifo" and buffer.window != 1:
+        raise ConfigError('[buffer] window has no meaning with order = "fifo": remove it or set order = "windowed"')
+    if lead(config) < 0:
+        raise ConfigError(
+            f"[buffer] window = {buffer.window} with groups_per_step = {buffer.groups_per_step} may delay a ticket by "
+            f"{math.ceil((buffer.window - 1) / buffer.groups_per_step)} batches, more than max_staleness = "
+            f"{buffer.max_staleness}: make the window smaller or the bound larger"
+        )
+    if algorithm.advantage == "grpo" and buffer.group_size < 2:
+        raise ConfigError("[algorithm] advantage = \"grpo\" compares within a group: [buffer] group_size must be ≥ 2")
+    if algorithm.ratio_low > algorithm.ratio_high:
+        raise ConfigError("[algorithm] ratio_low is above ratio_high")
+    if algorithm.surrogate == "ppo" and algorithm.treatment != "clip":
+        raise ConfigError(
+            f"[algorithm] surrogate = \"ppo\" is itself a function of the ratio, so treatment = "
+            f"\"{algorithm.treatment}\" would count it twice or not at all: set treatment = \"clip\""
+        )
+    if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
+        raise ConfigError(
+            "[inference] max_resident must be at least 3 when evaluation is on (run.eval_every) and in_flight = "
+            '"finish": one slot serves, one loads, one is pinned by evaluation'
+        )
+    if inference.max_new_tokens >= inference.max_context:
+        raise ConfigError("[inference] max_new_tokens leaves no room for a prompt in max_context")
+    if buffer.capacity_bytes < batch_bytes(config):
+        raise ConfigError(
+            f"[buffer] capacity_bytes = {buffer.capacity_bytes} is below one batch of at most {batch_bytes(config)} "
+            "bytes: raise it, or lower groups_per_step, group_size or inference.max_context"
+        )
+
+
+ATTEMPT_OVERHEAD_BYTES = 512  # header, version runs with their digests, node and engine names
+
+
+def group_bytes(config: Config) -> int:
+    """The most that one group's payloads can take; reserved when the group is leased."""
+    from async_rl.trajectory import BYTES_PER_TOKEN
+
+    return config.buffer.group_size * (config.inference.max_context * BYTES_PER_TOKEN + ATTEMPT_OVERHEAD_BYTES)
+
+
+def batch_bytes(config: Config) -> int:
+    return config.buffer.groups_per_step * group_bytes(config)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Configs that come with the package, by name."""
+    return {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
+
+
+def config_path(name: str) -> Path:
+    """A file's path, or the shipped config of that name. Raises ConfigError."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = shipped_configs()
+    if name in shipped:
+        return shipped[name]
+    near = difflib.get_close_matches(name, shipped, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"no config file {name!r}, and no shipped config of that name ({', '.join(shipped)}).{hint}")
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """Read, override, convert and check. Raises ConfigError."""
+    path = config_path(name)
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    for override in overrides:
+        apply_override(table, override)
+    table.setdefault("run", {}).setdefault("name", path.stem)
+    return config_from_table(table, str(path))
+
+
+def config_from_table(table: Mapping[str, Any], where: str) -> Config:
+    """Strict conversion of a parsed table. Raises ConfigError with the nearest known key for an unknown one."""
+    config = convert_section(table, Config, where)
+    check_config(config)
+    return config
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """`section.key=value` with a TOML value; a bare word is taken as a string. Raises ConfigError."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {override!r}: expected section.key=value, for example --set run.steps=20")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+    table[parts[-1]] = value
+
+
+def convert_section(table: Any, kind: type[Any], where: str) -> Any:
+    """`table` as the struct `kind`, with unknown keys and wrong types turned into one ConfigError."""
+    _refuse_unknown_keys(table, kind, where, "")
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_readable(str(error))}") from error
+
+
+def _refuse_unknown_keys(table: Any, kind: type[Any], where: str, section: str) -> None:
+    """Walk table and struct together; the first unknown key ends it, with the nearest known one as advice."""
+    if not isinstance(table, Mapping):
+        return
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            advice = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(fields)}"
+            place = f"[{section}]" if section else "the top level"
+            raise ConfigError(f"{where}: unknown key `{key}` in {place}: {advice}")
+        for candidate in (fields[key], *get_args(fields[key])):
+            if isinstance(candidate, type) and issubclass(candidate, Section):
+                _refuse_unknown_keys(value, candidate, where, f"{section}.{key}" if section else key)
+
+
+def _readable(message: str) -> str:
+    """msgspec's "Expected `int` >= 1 - at `$.run.steps`" with the path as people write it."""
+    return message.replace("at `$.", "at `").replace("`$`", "the top level")
+
+
+def config_table(config: Config) -> dict[str, Any]:
+    """The config as plain TOML values, without what is unset: what a run directory's config.toml holds."""
+    table = msgspec.to_builtins(config)
+    if table["model"]["tiny"] is None:
+        del table["model"]["tiny"]
+    return dict(table)

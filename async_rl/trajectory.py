@@ -1,0 +1,239 @@
+"""Trajectories: what an inference node produces for one attempt, packed for the wire.
+
+The unit is the *attempt* (lease, sample). Its trajectory has 1..n segments, usually one; a rewritten context starts
+another. All per-token arrays of all segments lie back to back in one binary field, so that the buffer can hold and
+forward a trajectory without looking inside, and the receiver gets views instead of copies:
+
+    for each segment:  token ids int32[n] | log-probabilities float32[n] | mask uint8[n] | each extra, in header order
+
+All numbers are little-endian. `check_trajectory` compares every declared size with the bytes that are there, before
+anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.version import VersionRun
+
+Finish = Literal["stop", "length", "abort"]
+Status = Literal["ok", "env_failed", "aborted"]
+
+# Only plain numeric dtypes may cross the wire: anything else (object, void) could execute or alias memory.
+EXTRA_DTYPES = frozenset(
+    {"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"}
+)
+BYTES_PER_TOKEN = 4 + 4 + 1
+
+
+class MaskReason(IntEnum):
+    """Why a token does not train; 0 means it was sampled by the model and does."""
+
+    SAMPLED = 0
+    PROMPT = 1
+    ENVIRONMENT = 2
+    TEMPLATE = 3
+    STALE = 4
+
+
+class TrajectoryError(ValueError):
+    """A trajectory that contradicts itself or cannot train; the message names the attempt."""
+
+
+class Extra(msgspec.Struct, frozen=True, array_like=True):
+    """An optional named per-token array: `dtype` is a numpy type string of EXTRA_DTYPES, `shape` starts with n."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a segment's arrays mean. `versions` covers its sampled tokens (mask 0) in order."""
+
+    n_tokens: int
+    finish: Finish
+    versions: tuple[VersionRun, ...]
+    extras: tuple[Extra, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_tokens * BYTES_PER_TOKEN + sum(extra.nbytes for extra in self.extras)
+
+
+class PositionReward(msgspec.Struct, frozen=True, array_like=True):
+    """A reward earned at one token: index of the segment, position within it, value."""
+
+    segment: int
+    position: int
+    value: float
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds spent by this attempt on the node: waiting for a slot, sampling, scoring."""
+
+    queued_s: float = 0.0
+    sampling_s: float = 0.0
+    scoring_s: float = 0.0
+
+
+class Trajectory(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt's outcome. `arrays` is a view into the received frame (or bytes when built here).
+
+    `status` "ok" carries segments and a reward; "env_failed" (the environment or the reward failed: never reward 0)
+    and "aborted" carry neither."""
+
+    lease: int
+    sample: int
+    status: Status
+    reward: float
+    segments: tuple[SegmentHeader, ...]
+    arrays: memoryview
+    components: dict[str, float] = {}
+    position_rewards: tuple[PositionReward, ...] = ()
+    node: str = ""
+    engine: str = ""
+    timings: Timings = Timings()
+    note: str = ""
+    policy_name: str = "main"
+
+    @property
+    def attempt(self) -> str:
+        """The attempt's name in messages: lease/sample."""
+        return f"{self.lease}/{self.sample}"
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(segment.n_tokens for segment in self.segments)
+
+    @property
+    def versions(self) -> tuple[VersionRun, ...]:
+        """Version runs over the sampled tokens of all segments."""
+        return tuple(run for segment in self.segments for run in segment.versions)
+
+
+class SegmentArrays(NamedTuple):
+    """Views of one segment: tokens int32[n], logprobs float32[n] (0 where not sampled), mask uint8[n], extras."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.uint8]
+    extras: dict[str, npt.NDArray[Any]]
+
+
+class Segment(NamedTuple):
+    """A segment before packing: arrays of equal length n, and the header's other fields."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.uint8]
+    versions: tuple[VersionRun, ...]
+    finish: Finish
+    extras: Mapping[str, npt.NDArray[Any]] = {}
+
+
+def pack_segments(segments: Sequence[Segment]) -> tuple[tuple[SegmentHeader, ...], memoryview]:
+    """Headers and the one binary field of `Trajectory`."""
+    headers = []
+    parts: list[bytes] = []
+    for segment in segments:
+        extras = []
+        parts += [
+            segment.tokens.astype("<i4", copy=False).tobytes(),
+            segment.logprobs.astype("<f4", copy=False).tobytes(),
+            segment.mask.astype("|u1", copy=False).tobytes(),
+        ]
+        for name, array in segment.extras.items():
+            extras.append(Extra(name, array.dtype.str, tuple(array.shape)))
+            parts.append(np.ascontiguousarray(array).tobytes())
+        headers.append(SegmentHeader(len(segment.tokens), segment.finish, segment.versions, tuple(extras)))
+    return tuple(headers), memoryview(b"".join(parts))
+
+
+def segment_arrays(trajectory: Trajectory) -> list[SegmentArrays]:
+    """Views of every segment, without copying. Call `check_trajectory` first on anything from a peer."""
+    out = []
+    offset = 0
+
+    def take(dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        nonlocal offset
+        count = math.prod(shape)
+        array = np.frombuffer(trajectory.arrays, dtype=dtype, count=count, offset=offset).reshape(shape)
+        offset += array.nbytes
+        return array
+
+    for header in trajectory.segments:
+        n = (header.n_tokens,)
+        tokens, logprobs, mask = take("<i4", n), take("<f4", n), take("|u1", n)
+        extras = {extra.name: take(extra.dtype, extra.shape) for extra in header.extras}
+        out.append(SegmentArrays(tokens, logprobs, mask, extras))
+    return out
+
+
+def check_header(trajectory: Trajectory) -> None:
+    """Sizes, shapes, dtypes and counts against the bytes present; costs no allocation. Raises TrajectoryError."""
+    name = trajectory.attempt
+    if trajectory.status == "ok":
+        if not trajectory.segments:
+            raise TrajectoryError(f"attempt {name}: no segments")
+        if not math.isfinite(trajectory.reward):
+            raise TrajectoryError(f"attempt {name}: reward is {trajectory.reward}")
+    for header in trajectory.segments:
+        if header.n_tokens < 1:
+            raise TrajectoryError(f"attempt {name}: a segment of {header.n_tokens} tokens")
+        if any(run.count < 1 or run.version < 0 for run in header.versions):
+            raise TrajectoryError(f"attempt {name}: a version run with a count below 1 or a negative version")
+        for extra in header.extras:
+            if extra.dtype not in EXTRA_DTYPES:
+                raise TrajectoryError(f"attempt {name}: extra {extra.name!r} has dtype {extra.dtype!r}")
+            if not extra.shape or extra.shape[0] != header.n_tokens or min(extra.shape) < 0:
+                raise TrajectoryError(f"attempt {name}: extra {extra.name!r} has shape {extra.shape}")
+    declared = sum(header.nbytes for header in trajectory.segments)
+    if declared != trajectory.arrays.nbytes:
+        raise TrajectoryError(f"attempt {name}: {declared} bytes declared, {trajectory.arrays.nbytes} received")
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """`check_header`, then what needs the arrays: every sampled token has a version and a finite log-probability
+    that is at most 0. Raises TrajectoryError naming the attempt."""
+    check_header(trajectory)
+    for index, (header, arrays) in enumerate(zip(trajectory.segments, segment_arrays(trajectory), strict=True)):
+        sampled = arrays.mask == MaskReason.SAMPLED
+        stamped = sum(run.count for run in header.versions)
+        if int(sampled.sum()) != stamped:
+            raise TrajectoryError(
+                f"attempt {trajectory.attempt}, segment {index}: {int(sampled.sum())} sampled tokens, "
+                f"{stamped} version stamps"
+            )
+        logprobs = arrays.logprobs[sampled]
+        # The log of a probability that rounds to 1 may come out a hair above 0 in float32.
+        if not np.isfinite(logprobs).all() or (logprobs > 1e-4).any():
+            raise TrajectoryError(
+                f"attempt {trajectory.attempt}, segment {index}: a behaviour log-probability is missing, "
+                "not finite or positive"
+            )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Trajectory)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """One msgpack object; the arrays are a single binary field."""
+    return _encoder.encode(trajectory)
+
+
+def decode_trajectory(data: bytes | memoryview | msgspec.Raw) -> Trajectory:
+    """The reverse, with `arrays` a view into `data`. Raises msgspec.ValidationError on a wrong structure."""
+    return _decoder.decode(data)

@@ -1,0 +1,61 @@
+"""Policy identity, and the three rules of age that every pool shares.
+
+A policy version counts batches in the lineage of the weights: 0 is the base policy, and every confirmed batch
+publishes the next one (a skipped batch with the digest unchanged). A version alone does not say which weights:
+after a trainer restart version 7 may be trained again and come out different. So identity is always
+(name, version, digest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+DIGEST_HEX_LENGTH = 64  # SHA-256
+
+
+class PolicyId(msgspec.Struct, frozen=True, array_like=True):
+    """One immutable set of weights: `name` is "main" until there are several policies in a run."""
+
+    name: str
+    version: int
+    digest: str
+
+    def short(self) -> str:
+        """The form that people read in logs: `7-1a2b3c4d`."""
+        return f"{self.version}-{self.digest[:8]}"
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """`count` consecutive sampled tokens that (version, digest) produced, stamped by the engine at sampling."""
+
+    version: int
+    digest: str
+    count: int
+
+
+def oldest_version(runs: Sequence[VersionRun]) -> int:
+    """The version of the oldest sampled token; raises ValueError when nothing was sampled."""
+    return min(run.version for run in runs)
+
+
+def token_versions(runs: Sequence[VersionRun]) -> npt.NDArray[np.int32]:
+    """One version per sampled token, in order: int32 of length sum(count)."""
+    return np.repeat(
+        np.array([run.version for run in runs], dtype=np.int32),
+        np.array([run.count for run in runs], dtype=np.int64),
+    )
+
+
+def staleness(for_version: int, token_version: int) -> int:
+    """Age of a token in versions: the version from which its training step starts, less its own."""
+    return for_version - token_version
+
+
+def is_stale(for_version: int, token_version: int, max_staleness: int) -> bool:
+    """Whether a token is too old to train. The trainer enforces the bound with this function, for every token
+    (the guarantee); the buffer calls it to avoid sending what would be dropped (an optimisation)."""
+    return staleness(for_version, token_version) > max_staleness

@@ -1,0 +1,343 @@
+"""Every message that crosses a socket, and the envelope around it.
+
+One msgpack frame carries one envelope; what is larger than a megabyte follows as frames of its own ("blobs"). The
+structs are arrays on the wire (no field names), so a field may only be appended, with a default; anything else is a
+new SCHEMA. Who sends what:
+
+    node    -> buffer   NodeReady, NodeServing, NodeWants, Results
+    buffer  -> node     Leases, Cancel, Stop
+    trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
+    buffer  -> trainer  Batch, Confirmed, EvalResult, Stop
+    tool    -> buffer   StatusRequest            buffer -> tool      Status
+    trainer -> store    Upload, PinPolicy        store  -> trainer   Stored
+    node    -> store    Pull                     store  -> node      Announce, Chunk
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from async_rl.version import PolicyId
+
+MAGIC = "arl"
+SCHEMA = 1
+BLOB_BYTES = 1 << 20  # what is larger travels as a frame of its own
+COALESCE_BYTES = 64 << 10  # small messages are joined up to about this size; larger was slower (measured)
+
+Role = Literal["node", "trainer", "buffer", "store", "tool"]
+Outcome = Literal["trained", "stale", "refused"]
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The head of every frame. `seq` counts a sender's messages within one session `epoch` from 1; 0 marks the
+    link's own messages. `ack` is the last sequence number received in order; `limit` is the credit: the total number
+    of bytes that the receiver of this envelope may have sent in this session. `kind` is the tag of `body`, so a
+    receiver can decide without decoding it."""
+
+    magic: str
+    schema: int
+    run: str
+    sender: str
+    epoch: int
+    seq: int
+    ack: int
+    limit: int
+    kind: str
+    body: msgspec.Raw
+    blobs: int = 0
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of everything a pool says to another."""
+
+
+# --- node and buffer -------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """temperature 0 is greedy; log-probabilities are then those of temperature 1."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """The right and duty of one node to produce `samples` of one ticket. Evaluation leases have ticket -1 and a
+    pinned `policy`. No node starts a training lease under a version older than `min_version`. `seeds` has one entry
+    per sample: the whole random state of an attempt is (seed, position)."""
+
+    lease: int
+    ticket: int
+    try_: int
+    instance: int
+    split: Literal["train", "eval"]
+    samples: tuple[int, ...]
+    seeds: tuple[int, ...]
+    min_version: int
+    sampling: SamplingParams
+    policy: PolicyId | None = None
+
+
+class NodeReady(Message, frozen=True, array_like=True, tag=True):
+    """First message of a node: what it runs. `fingerprint` maps a part of the set-up to its hash."""
+
+    engine: str
+    slots: int
+    fingerprint: dict[str, str]
+
+
+class NodeServing(Message, frozen=True, array_like=True, tag=True):
+    """The node's engine attests which policy new tokens come from, and how many modules the adapter matched."""
+
+    policy: PolicyId
+    matched_modules: int
+    load_ms: float
+
+
+class NodeWants(Message, frozen=True, array_like=True, tag=True):
+    """How many samples this node has asked for since it joined, in total: a cumulative count cannot race with the
+    grants under way. The rest is what the display shows, and is replaced by every later message."""
+
+    total_samples: int
+    busy_s: float = 0.0
+    alive_s: float = 0.0
+    sampled_tokens: int = 0
+
+
+class Results(Message, frozen=True, array_like=True, tag=True):
+    """Encoded trajectories, in any order; those above BLOB_BYTES follow as blobs."""
+
+    trajectories: tuple[msgspec.Raw, ...]
+
+
+class Leases(Message, frozen=True, array_like=True, tag=True):
+    leases: tuple[Lease, ...]
+
+
+class Cancel(Message, frozen=True, array_like=True, tag=True):
+    leases: tuple[int, ...]
+    reason: str
+
+
+class Stop(Message, frozen=True, array_like=True, tag=True):
+    """The run is over. `error` is empty after a run that finished."""
+
+    reason: str
+    error: str = ""
+
+
+# --- trainer and buffer ----------------------------------------------------------------------------------------------
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of the buffer until there is a journal: tickets below `next_ticket` that are not in
+    `open_tickets` are spent; `open_tickets` maps the others to their try. Undrawn tickets are leased again."""
+
+    next_ticket: int
+    open_tickets: dict[int, int]
+    confirmed_batches: int
+    next_lease: int
+    ledger: dict[str, int]
+    eval_ledger: dict[str, int]
+
+
+class TrainerReady(Message, frozen=True, array_like=True, tag=True):
+    """First message of the trainer; its fingerprint is the reference for every node. `progress` resumes a run."""
+
+    fingerprint: dict[str, str]
+    progress: Progress | None = None
+
+
+class PolicyPublished(Message, frozen=True, array_like=True, tag=True):
+    """Sent before the policy is uploaded, so that no trajectory of it can arrive first."""
+
+    policy: PolicyId
+
+
+class Draw(Message, frozen=True, array_like=True, tag=True):
+    """Ask for the batch that the training step starting from version `for_version` will use."""
+
+    for_version: int
+
+
+class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group of a batch: its ticket, and how many of the trajectories that follow are its own."""
+
+    ticket: int
+    try_: int
+    instance: int
+    size: int
+
+
+class Batch(Message, frozen=True, array_like=True, tag=True):
+    """The trajectories of all groups, back to back, as the nodes encoded them; those above BLOB_BYTES are nil here
+    and follow as blobs. Lent: the same batch is sent again unchanged until it is confirmed."""
+
+    batch: int
+    for_version: int
+    groups: tuple[BatchGroup, ...]
+    trajectories: tuple[msgspec.Raw, ...]
+    waited_s: float = 0.0
+
+
+class Disposition(msgspec.Struct, frozen=True, array_like=True):
+    lease: int
+    sample: int
+    outcome: Outcome
+
+
+class Confirm(Message, frozen=True, array_like=True, tag=True):
+    """What became of every trajectory of a batch; closes it for good."""
+
+    batch: int
+    dispositions: tuple[Disposition, ...]
+
+
+class Confirmed(Message, frozen=True, array_like=True, tag=True):
+    batch: int
+    progress: Progress
+
+
+class EvalRequest(Message, frozen=True, array_like=True, tag=True):
+    """Evaluate `policy` on instances 0..n-1 of the eval split, one sample each; leased like training work, never
+    trained on. What is not done after `timeout_s` is cancelled, counted, and the result reported with its n."""
+
+    policy: PolicyId
+    n: int
+    sampling: SamplingParams
+    timeout_s: float
+
+
+class EvalResult(Message, frozen=True, array_like=True, tag=True):
+    policy: PolicyId
+    n: int
+    mean_reward: float
+    cancelled: int
+    seconds: float
+
+
+class Finish(Message, frozen=True, array_like=True, tag=True):
+    """The trainer is done (or failed, with `error`): the buffer cancels what is open and stops the nodes."""
+
+    reason: str
+    error: str = ""
+
+
+class Final(Message, frozen=True, array_like=True, tag=True):
+    """The buffer's answer to Finish: the status after everything was closed."""
+
+    status: Status
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    name: str
+    state: str
+    engine: str
+    slots: int
+    policy: PolicyId | None
+    leased_samples: int
+    busy_fraction: float
+    sampled_tokens: int
+
+
+class Status(Message, frozen=True, tag=True):
+    """The buffer's view of the run. Times are seconds on the buffer's monotonic clock; push latencies run from the
+    trainer's PolicyPublished to the node's NodeServing of that policy."""
+
+    uptime_s: float
+    nodes: tuple[NodeStatus, ...]
+    trainer: str
+    newest: PolicyId | None
+    confirmed_batches: int
+    steps: int
+    ledger: dict[str, int]
+    eval_ledger: dict[str, int]
+    outside: dict[str, int]
+    ready_groups: int
+    ready_bytes: int
+    reserved_bytes: int
+    waiting: str
+    push_ms: tuple[float, ...]
+    bound: int
+
+
+class StatusRequest(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# --- policy store ----------------------------------------------------------------------------------------------------
+
+
+class Upload(Message, frozen=True, array_like=True, tag=True):
+    """One policy file, whole, as a blob (the trainer and the store usually share a machine; adapters are small).
+    `sha256` is of the file's bytes; the policy's own digest is over its tensors and is checked by the receivers."""
+
+    policy: PolicyId
+    kind: str
+    size: int
+    sha256: str
+
+
+class Stored(Message, frozen=True, array_like=True, tag=True):
+    """The policy is durable and has been announced."""
+
+    policy: PolicyId
+
+
+class PinPolicy(Message, frozen=True, array_like=True, tag=True):
+    """Keep (or let go of) a policy beyond the retention rule, for evaluation."""
+
+    policy: PolicyId
+    pinned: bool
+
+
+class Announce(Message, frozen=True, array_like=True, tag=True):
+    """`order` rises with every announcement: newer is what was announced later, whatever its version."""
+
+    policy: PolicyId
+    kind: str
+    size: int
+    sha256: str
+    order: int
+
+
+class Pull(Message, frozen=True, array_like=True, tag=True):
+    policy: PolicyId
+    offset: int
+    count: int
+
+
+class Chunk(Message, frozen=True, array_like=True, tag=True):
+    """Bytes [offset, offset+count) of a policy file as a blob; `error` instead when the store has it no longer.
+    `size` and `sha256` are the whole file's."""
+
+    policy: PolicyId
+    offset: int
+    size: int
+    sha256: str
+    error: str = ""
+
+
+AnyMessage = (
+    NodeReady | NodeServing | NodeWants | Results | Leases | Cancel | Stop
+    | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
+    | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_body_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_body(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_body(body: bytes | memoryview | msgspec.Raw) -> Any:
+    """The message inside an envelope. Raises msgspec.MsgspecError when it is not one of AnyMessage."""
+    return _body_decoder.decode(body)

@@ -1,0 +1,148 @@
+"""Everything that may happen to the replay buffer, and everything it may answer.
+
+`Replay.apply(event, now) -> effects` is the whole interface of the rules: the service turns messages into events and
+effects into messages, the simulator invents events under a virtual clock, and a journal need only append the events
+to reproduce the state. `now` is in seconds on a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from async_rl.trajectory import Status as AttemptStatus
+from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.messages import BatchGroup, Disposition, Lease, Progress, SamplingParams
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of what happens."""
+
+
+class NodeJoined(Event, frozen=True, tag=True, array_like=True):
+    node: str
+    slots: int
+
+
+class NodeAttested(Event, frozen=True, tag=True, array_like=True):
+    """The node's engine serves this policy from now on."""
+
+    node: str
+    policy: PolicyId
+
+
+class NodeWanted(Event, frozen=True, tag=True, array_like=True):
+    """Samples the node has asked for in total since it joined (see NodeWants)."""
+
+    node: str
+    total_samples: int
+
+
+class NodeLost(Event, frozen=True, tag=True, array_like=True):
+    """The node is gone: silent for three heartbeats, left, or was told to."""
+
+    node: str
+    reason: str
+
+
+class ResultArrived(Event, frozen=True, tag=True, array_like=True):
+    """One attempt came back. `payload` is the encoded trajectory, opaque here; `problem` is not empty when the
+    service already found it broken (sizes, versions, log-probabilities)."""
+
+    node: str
+    lease: int
+    sample: int
+    status: AttemptStatus
+    reward: float
+    versions: tuple[VersionRun, ...]
+    n_tokens: int
+    payload: bytes
+    problem: str = ""
+
+
+class PolicyRegistered(Event, frozen=True, tag=True, array_like=True):
+    policy: PolicyId
+
+
+class DrawRequested(Event, frozen=True, tag=True, array_like=True):
+    for_version: int
+
+
+class BatchConfirmed(Event, frozen=True, tag=True, array_like=True):
+    batch: int
+    dispositions: tuple[Disposition, ...]
+
+
+class EvalRequested(Event, frozen=True, tag=True, array_like=True):
+    policy: PolicyId
+    n: int
+    sampling: SamplingParams
+    timeout_s: float
+
+
+class Resumed(Event, frozen=True, tag=True, array_like=True):
+    """A checkpoint's progress, before anything was leased."""
+
+    progress: Progress
+
+
+class Ticked(Event, frozen=True, tag=True, array_like=True):
+    """Time passed: lease and evaluation deadlines are looked at."""
+
+
+class RunFinished(Event, frozen=True, tag=True, array_like=True):
+    """Close every open attempt as cancelled, and lease nothing more."""
+
+    reason: str
+
+
+AnyEvent = (
+    NodeJoined | NodeAttested | NodeWanted | NodeLost | ResultArrived | PolicyRegistered | DrawRequested
+    | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
+)  # fmt: skip
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Base of what the rules decide."""
+
+
+class GrantLease(Effect, frozen=True):
+    node: str
+    lease: Lease
+
+
+class CancelLease(Effect, frozen=True):
+    node: str
+    lease: int
+    reason: str
+
+
+class LendBatch(Effect, frozen=True):
+    """`payloads` are the encoded trajectories of all groups, back to back, in the order of `groups`."""
+
+    batch: int
+    for_version: int
+    groups: tuple[BatchGroup, ...]
+    payloads: tuple[bytes, ...]
+
+
+class EvalFinished(Effect, frozen=True):
+    policy: PolicyId
+    n: int
+    mean_reward: float
+    cancelled: int
+    seconds: float
+
+
+class ResultRefused(Effect, frozen=True):
+    """A result changed nothing, or closed its attempt as refused; to be logged."""
+
+    node: str
+    lease: int
+    sample: int
+    reason: str
+
+
+class EndRun(Effect, frozen=True):
+    """The run cannot go on; the message says why."""
+
+    error: str

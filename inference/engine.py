@@ -1,0 +1,131 @@
+"""The contract of an inference engine, as the node sees it.
+
+An engine samples tokens for requests, many at a time, under policies that change while it works. The node calls it
+from one thread: `submit`, `install`, `flip` and `abort` return at once, and `step` advances the work and returns what
+finished. An engine that owns a loop of its own (vLLM, SGLang) hides it behind a queue that `step` waits on.
+
+What every engine guarantees:
+  - token ids in, token ids out; nothing is tokenised here;
+  - the (version, digest) on a token is that of the weights which produced its log-probability, stamped when it is
+    sampled, never from anyone's belief about which version is current;
+  - log-probabilities are the *processed* ones: after temperature (and top-p), of the distribution sampled from. At
+    temperature 0 (greedy) they are those of temperature 1;
+  - the tokens of a request depend only on (weights, prompt, sampling, seed), not on what else is in the batch, up to
+    the rounding of batched arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.trajectory import Finish
+from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.messages import SamplingParams
+
+InFlight = Literal["finish", "continue", "recompute"]
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; the message says what and what to do."""
+
+
+class Capabilities(NamedTuple):
+    """What an engine can do; a config that asks for more is refused before anything starts."""
+
+    name: str
+    in_flight: frozenset[InFlight]
+    resident_versions: int
+    attests: Literal["span", "name"]
+
+
+class Request(NamedTuple):
+    """One attempt to sample. `policy` pins it to a resident policy (evaluation); None means the serving one.
+    Requests with the same `prompt_key` (not None) have the same prompt, which is then prefilled once."""
+
+    key: tuple[int, int]
+    prompt: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    seed: int
+    policy: PolicyId | None = None
+    prompt_key: int | None = None
+
+
+class Completion(NamedTuple):
+    """What came of a request: tokens int32[m] including the stop token, logprobs float32[m] (natural log), version
+    runs over the m tokens; `queued_s` and `sampling_s` in seconds. An aborted one carries what was sampled."""
+
+    key: tuple[int, int]
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: tuple[VersionRun, ...]
+    finish: Finish
+    queued_s: float
+    sampling_s: float
+
+
+class Installed(NamedTuple):
+    """The report of an install: the model's modules that the adapter's tensors matched, sorted."""
+
+    policy: PolicyId
+    matched_modules: tuple[str, ...]
+
+
+class Engine(Protocol):
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def serving(self) -> PolicyId | None:
+        """The policy under which new requests start; None before the first flip."""
+
+    @property
+    def resident(self) -> Mapping[PolicyId, int]:
+        """Resident policies and how many requests (waiting pinned, or running) use each."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many more requests could start sampling now."""
+
+    @property
+    def active(self) -> int:
+        """Requests submitted and not yet returned by `step`."""
+
+    def install(self, policy: PolicyId, path: Path) -> Installed:
+        """Load an adapter file (async_rl.policy.adapter) into an inactive slot, without disturbing what runs.
+        Raises EngineError, and leaves everything as it was, when a tensor matches no module, a target module gets no
+        tensor, a shape is wrong, or no slot is free. Installing a resident policy again does nothing."""
+
+    def flip(self, policy: PolicyId, in_flight: InFlight) -> None:
+        """Serve a resident policy from the next step on, and treat requests in flight as `in_flight` says:
+        finish (they keep their policy), continue (they go on under the new one with their KV cache), recompute (the
+        KV cache of prompt and tokens so far is built again under the new one). Pinned requests keep their policy."""
+
+    def evict(self, policy: PolicyId) -> None:
+        """Free the slot of a policy that no request uses and that is not serving; raises EngineError otherwise."""
+
+    def rebind(self, policy: PolicyId) -> int:
+        """Move the unpinned requests of an old policy to the serving one, by recomputing; returns how many."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError for an empty prompt, an id outside the vocabulary, a prompt with no
+        room for one new token, or a pinned policy that is not resident."""
+
+    def abort(self, key: tuple[int, int]) -> None:
+        """Stop a request; it comes back from `step` with finish "abort". Unknown keys are ignored."""
+
+    def step(self) -> list[Completion]:
+        """Advance every running request by at least one token; returns what finished. Returns at once when idle."""
+
+    def score(self, policy: PolicyId, tokens: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probabilities at temperature 1 of given sequences under a resident policy: for each of n tokens,
+        float32[n-1], entry t for token t+1. The measure by which a served policy is compared with the trainer's."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the log: model, dtype, device, slots, adapter targets."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,63 @@
+"""The contract of a trainer backend: what the learner needs from whatever holds the weights.
+
+A backend loads the model, computes log-probabilities, takes optimiser steps, exports the policy for the inference
+nodes and checkpoints itself. It knows nothing of buffers, tickets or versions; the learner does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Sample(NamedTuple):
+    """One segment to train on, all arrays of length n (flat, unpadded): token ids int32, behaviour log-probabilities
+    float32 (natural log, at sampling temperature), mask uint8 (0 = sampled, trains), token versions int32 (only
+    meaningful where mask is 0), `advantage` of its attempt, and the index of the attempt and group within the batch
+    (what "sequence" and "prompt" mean in a loss)."""
+
+    tokens: npt.NDArray[np.int32]
+    behaviour: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.uint8]
+    versions: npt.NDArray[np.int32]
+    advantage: float
+    attempt: int
+    group: int
+
+
+class StepResult(NamedTuple):
+    """`metrics` of the loss and the ratios (float each); `proximal` are the log-probabilities of each sample's
+    tokens under the policy before the update: float32[n] each, 0 where mask is not 0; `skipped` is true when nothing
+    could be learned (no trainable token, or every gradient zero) and the weights are unchanged."""
+
+    metrics: dict[str, float]
+    proximal: list[npt.NDArray[np.float32]]
+    skipped: bool
+
+
+class Backend(Protocol):
+    def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
+        """One optimiser step on a whole batch, whatever micro-batches it takes. Raises FloatingPointError when the
+        loss or the gradient is not finite; the weights are then unchanged."""
+
+    def logprobs(
+        self, tokens: Sequence[npt.NDArray[np.int32]], temperature: float = 1.0
+    ) -> list[npt.NDArray[np.float32]]:
+        """Log-probabilities of given sequences under the current weights: for n tokens float32[n-1], entry t for
+        token t+1 (the same shape as Engine.score)."""
+
+    def export(self, path: Path) -> str:
+        """Write the policy as one adapter file (async_rl.policy.adapter) and return its digest."""
+
+    def export_peft(self, folder: Path) -> None:
+        """Write the policy in PEFT layout, for transformers + peft."""
+
+    def save(self, folder: Path) -> None:
+        """Write everything that `load` needs to go on exactly: adapter, optimiser, counters. Atomic is the caller's
+        business."""
+
+    def load(self, folder: Path) -> None: ...
