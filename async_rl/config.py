@@ -17,6 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from async_rl.errors import AsyncRLError
+from async_rl.trajectory import BYTES_PER_TOKEN
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -25,7 +28,7 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-class ConfigError(ValueError):
+class ConfigError(AsyncRLError):
     """A configuration that cannot run; the message says what, where and what to do."""
 
 
@@ -135,7 +138,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    preset: Literal["grpo"] = "grpo"
     advantage: Literal["grpo"] = "grpo"
     ratio_level: Literal["token", "sequence"] = "sequence"
     treatment: Literal["truncate", "clip", "uncorrected"] = "truncate"
@@ -218,8 +220,6 @@ ATTEMPT_OVERHEAD_BYTES = 512  # header, version runs with their digests, node an
 
 def group_bytes(config: Config) -> int:
     """The most that one group's payloads can take; reserved when the group is leased."""
-    from async_rl.trajectory import BYTES_PER_TOKEN
-
     return config.buffer.group_size * (config.inference.max_context * BYTES_PER_TOKEN + ATTEMPT_OVERHEAD_BYTES)
 
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.errors import AsyncRLError
 from async_rl.version import VersionRun
 
 Finish = Literal["stop", "length", "abort"]
@@ -43,7 +44,7 @@ class MaskReason(IntEnum):
     STALE = 4
 
 
-class TrajectoryError(ValueError):
+class TrajectoryError(AsyncRLError):
     """A trajectory that contradicts itself or cannot train; the message names the attempt."""
 
 

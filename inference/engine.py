@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.errors import AsyncRLError
 from async_rl.trajectory import Finish
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import SamplingParams
@@ -30,7 +31,7 @@ from async_rl.wire.messages import SamplingParams
 InFlight = Literal["finish", "continue", "recompute"]
 
 
-class EngineError(RuntimeError):
+class EngineError(AsyncRLError):
     """The engine cannot do what was asked; the message says what and what to do."""
 
 

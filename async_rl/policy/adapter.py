@@ -20,11 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from async_rl.errors import AsyncRLError
+
 CONFIG_KEY = "adapter_config"
 TENSOR_PREFIX = "base_model.model."
 
 
-class AdapterError(ValueError):
+class AdapterError(AsyncRLError):
     """An adapter file that is broken, or is not the policy it is said to be."""
 
 
