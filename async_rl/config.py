@@ -265,7 +265,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def config_from_table(table: Mapping[str, Any], where: str) -> Config:
     """Strict conversion of a parsed table. Raises ConfigError with the nearest known key for an unknown one."""
-    config = convert_section(table, Config, where)
+    config: Config = convert_section(table, Config, where)
     check_config(config)
     return config
 

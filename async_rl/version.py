@@ -9,20 +9,25 @@ after a trainer restart version 7 may be trained again and come out different. S
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-DIGEST_HEX_LENGTH = 64  # SHA-256
+# What a peer sends becomes part of file names, so the alphabet is checked when a message is decoded.
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Version = Annotated[int, Meta(ge=0)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # SHA-256
 
 
 class PolicyId(msgspec.Struct, frozen=True, array_like=True):
     """One immutable set of weights: `name` is "main" until there are several policies in a run."""
 
-    name: str
-    version: int
-    digest: str
+    name: Name
+    version: Version
+    digest: Digest
 
     def short(self) -> str:
         """The form that people read in logs: `7-1a2b3c4d`."""

@@ -4,7 +4,7 @@ One msgpack frame carries one envelope; what is larger than a megabyte follows a
 structs are arrays on the wire (no field names), so a field may only be appended, with a default; anything else is a
 new SCHEMA. Who sends what:
 
-    node    -> buffer   NodeReady, NodeServing, NodeWants, Results
+    node    -> buffer   NodeReady, NodeServing, NodeTrouble, NodeWants, Results
     buffer  -> node     Leases, Cancel, Stop
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Stop
@@ -95,6 +95,13 @@ class NodeServing(Message, frozen=True, array_like=True, tag=True):
     policy: PolicyId
     matched_modules: int
     load_ms: float
+
+
+class NodeTrouble(Message, frozen=True, array_like=True, tag=True):
+    """A policy could not be loaded; the node goes on serving the old one."""
+
+    policy: PolicyId
+    error: str
 
 
 class NodeWants(Message, frozen=True, array_like=True, tag=True):
@@ -325,7 +332,7 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
 
 
 AnyMessage = (
-    NodeReady | NodeServing | NodeWants | Results | Leases | Cancel | Stop
+    NodeReady | NodeServing | NodeTrouble | NodeWants | Results | Leases | Cancel | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
     | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
 )  # fmt: skip

@@ -1,0 +1,40 @@
+# make run     set up, then the quickstart: a tiny model learns on this machine in a few minutes
+# make test    set up, then the tests
+# make lint    ruff and mypy
+# make wheel-test    the built wheel, installed elsewhere, among modules with our packages' names
+# make clean   what was built; .venv and runs stay
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test setup lint wheel-test clean
+
+run: setup
+	$(BIN)/async-rl run quickstart $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+wheel-test: setup
+	bash .ci/wheel-test $(BIN)/python
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "async-rl needs Python 3.11 or newer, this is %s: make PYTHON=python3.11" % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

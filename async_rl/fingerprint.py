@@ -1,0 +1,77 @@
+"""What must be equal in every pool of a run: model, tokenizer, task, algorithm, group size and sampling.
+
+A fingerprint maps each part to a short hash, so that a refusal can name the part and both values. Paths, devices,
+dtypes, slots and steps may differ between machines. Of the weights the safetensors *headers* are hashed (names,
+shapes, offsets): reading 100 GB at every start would cost minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+
+
+def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
+    """Part -> 16 hex digits. Raises AsyncRLError when the model directory has no config.json or no weights."""
+    config_file = model_path / "config.json"
+    weights = sorted(model_path.glob("*.safetensors"))
+    if not config_file.is_file() or not weights:
+        raise AsyncRLError(
+            f"[model] path = {str(model_path)!r}: no config.json and *.safetensors there; it must be a model "
+            "directory in Hugging Face layout"
+        )
+    tokenizer = [model_path / name for name in TOKENIZER_FILES if (model_path / name).is_file()]
+    template = model_path / "chat_template.jinja"
+    return {
+        "model config": _hash(config_file.read_bytes()),
+        "weights": _hash(*(_safetensors_header(path) for path in weights)),
+        "tokenizer": _hash(*(path.read_bytes() for path in tokenizer)),
+        "chat template": _hash(template.read_bytes() if template.is_file() else b""),
+        "[task]": _hash(_canonical(config.task)),
+        "[algorithm]": _hash(_canonical(_table(config.algorithm))),
+        "group size": str(config.buffer.group_size),
+        "sampling": f"temperature {config.inference.temperature}, max_new_tokens {config.inference.max_new_tokens}",
+    }
+
+
+def difference(reference: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Every differing part with both values, as one sentence; empty when they agree."""
+    parts = [
+        f"{part}: the trainer has {reference.get(part, 'nothing')}, it has {other.get(part, 'nothing')}"
+        for part in dict.fromkeys((*reference, *other))
+        if reference.get(part) != other.get(part)
+    ]
+    return "; ".join(parts)
+
+
+def _safetensors_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise AsyncRLError(f"{path}: not a safetensors file (header of {length} bytes)")
+        return file.read(length)
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _table(section: Any) -> dict[str, Any]:
+    return {field: getattr(section, field) for field in section.__struct_fields__}
+
+
+def _canonical(table: Mapping[str, Any]) -> bytes:
+    return json.dumps(table, sort_keys=True, default=str).encode()

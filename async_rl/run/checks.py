@@ -1,0 +1,101 @@
+"""What can be known before a run starts: packages, task, model; and what `--dry-run` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.table import Table
+
+from async_rl.config import Config, ConfigError, lead
+from async_rl.errors import AsyncRLError
+from async_rl.run.model_cache import model_path
+from async_rl.run.process import HOUSE, check_house
+from async_rl.tasks.registry import load_task
+
+# What each pool imports beyond the ground floor; the names are also those of the extras that install them.
+NEEDS = {
+    "buffer": (),
+    "inference": ("torch", "transformers", "safetensors"),
+    "trainer": ("torch", "transformers", "safetensors", "peft", "matplotlib"),
+}
+
+
+def check_installed(pools: Iterable[str] = HOUSE) -> None:
+    """Raises AsyncRLError when a pool's dependencies are not installed, or when another package hides the pool's."""
+    for pool in pools:
+        missing = [name for name in NEEDS[pool] if find_spec(name) is None]
+        if missing:
+            raise AsyncRLError(
+                f"the {pool} pool needs {', '.join(missing)}, not installed here: pip install 'async-rl[{pool}]'"
+            )
+        check_house([pool])
+
+
+def check_task(config: Config) -> None:
+    """Raises ConfigError for a task, or a key of its own, that is not known."""
+    load_task(config.task)
+
+
+def check_model(config: Config) -> str:
+    """What there is of the base model, in words. Raises ConfigError when [model] path is no model."""
+    path = model_path(config)
+    if (path / "config.json").is_file():
+        return str(path)
+    if not config.model.path:
+        return f"{path} (to be made)"
+    what = "has no config.json" if path.is_dir() else "is not a directory"
+    raise ConfigError(
+        f"[model] path = {str(path)!r} {what}: give the directory of a model in Hugging Face layout "
+        "(--set model.path=DIR)"
+    )
+
+
+def dry_run_table(config: Config, model: str) -> Table:
+    """What would run: pools, endpoints, batch, bound, tickets."""
+    buffer, inference, trainer, algorithm = config.buffer, config.inference, config.trainer, config.algorithm
+    attempts = buffer.groups_per_step * buffer.group_size
+    tickets = config.run.steps * buffer.groups_per_step
+    treatment: str = algorithm.treatment
+    if treatment != "uncorrected":
+        treatment = f"{algorithm.ratio_level}-level {treatment} at {algorithm.ratio_high:g}"
+    evaluation = "never"
+    if config.run.eval_every:
+        evaluation = f"every {config.run.eval_every} versions, {config.run.eval_samples} instances"
+    rows = [
+        ("run", f"{config.run.name}, seed {config.run.seed}, {config.run.steps} steps"),
+        ("model", f"{model}, {config.model.dtype} on {config.model.device}"),
+        ("task", ", ".join(f"{key} = {value}" for key, value in config.task.items())),
+        ("buffer", f"{_endpoint(buffer.endpoint, 'buffer')}, order {buffer.order}"),
+        ("store", _endpoint(buffer.store_endpoint, "store")),
+        (
+            "inference",
+            f"{inference.nodes} × {inference.engine}, {inference.slots} slots each, up to "
+            f"{inference.max_new_tokens} new tokens, in flight: {inference.in_flight}",
+        ),
+        (
+            "trainer",
+            f"{trainer.kind} on {trainer.backend}, rank {trainer.rank}, learning rate {trainer.learning_rate:g}",
+        ),
+        ("algorithm", f"{algorithm.advantage}, {algorithm.surrogate}, {treatment}"),
+        ("batch", f"{buffer.groups_per_step} groups × {buffer.group_size} = {attempts} attempts"),
+        ("bound", f"{buffer.max_staleness} versions; tickets up to {lead(config)} versions ahead of a node's own"),
+        ("tickets", f"0 … {tickets - 1:,} ({tickets * buffer.group_size:,} attempts)"),
+        ("evaluation", evaluation),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, text.replace("[", r"\["))
+    return table
+
+
+def _endpoint(endpoint: str, socket: str) -> str:
+    return f"ipc, a socket {socket!r} in a private directory" if endpoint == "auto" else endpoint
+
+
+def is_made(path: Path) -> bool:
+    """Whether a made model is whole: its directory appears under its name only then."""
+    return (path / "config.json").is_file()

@@ -1,0 +1,183 @@
+"""The command line: `async-rl COMMAND …`. Parses, dispatches, and turns every AsyncRLError into one message."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from async_rl.config import Config, load_config, shipped_configs
+from async_rl.errors import AsyncRLError
+from async_rl.run.checks import check_installed, check_model, check_task, dry_run_table
+from async_rl.run.closing import summary_text
+from async_rl.run.directory import LATEST, RUNS, RunDirectory
+from async_rl.run.display import status_text
+from async_rl.run.launch import child_environment
+from async_rl.run.local import run_all, run_node, run_services, run_trainer
+from async_rl.run.view import STATUS_TIMEOUT, fetch_status, status_client
+
+DEFAULT_DIRECTORY = RUNS / LATEST
+
+EPILOG = """\
+examples:
+  async-rl run quickstart                                    a tiny model learns on this machine
+  async-rl run quickstart --set run.steps=40 --set run.seed=1
+  async-rl run my.toml --dry-run                             check everything, start nothing
+  async-rl status                                            how the newest run here is doing
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code: 0, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    console = Console()
+    try:
+        if given[:1] == ["export"]:
+            return _export(given[1:])
+        options = _parser().parse_args(given)
+        return int(options.command(options, console))
+    except AsyncRLError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="async-rl",
+        description="Asynchronous off-policy reinforcement learning for language models: inference and training run\n"
+        "at the same time, on machines of their own, and no training token is older than a bound.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"async-rl {version('async-rl')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+
+    run = _config_command(commands, "run", _run, "all pools of a run, on this machine")
+    run.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: runs/<config name>)")
+    run.add_argument("--resume", action="store_true", help="go on with the run in --out from its newest checkpoint")
+    run.add_argument("--dry-run", action="store_true", help="check config, task and model, print what would run")
+
+    buffer = _config_command(commands, "buffer", _buffer, "the replay buffer and the policy store, in the foreground")
+    buffer.add_argument("--out", type=Path, metavar="DIR", help="run directory to make, or to go on with")
+
+    infer = _config_command(commands, "infer", _infer, "one inference node, in the foreground; joins at any time")
+    _pool_options(infer)
+
+    train = _config_command(commands, "train", _train, "the trainer, in the foreground")
+    _pool_options(train)
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
+
+    status = commands.add_parser("status", help="pools, versions, ledger, who waits for whom")
+    status.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR")
+    status.add_argument("--debug", action="store_true", help="show a traceback on error")
+    status.set_defaults(command=_status)
+
+    commands.add_parser("export", help="a trained policy as a PEFT folder or a whole model: async-rl export DIR OUT")
+    return parser
+
+
+def _config_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: object, about: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about[0].upper() + about[1:])
+    shipped = ", ".join(shipped_configs())
+    parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, or the name of a shipped one ({shipped})")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="override a value of the config; may be given several times",
+    )
+    parser.add_argument("--debug", action="store_true", help="log more, and show a traceback on error")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _pool_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=DEFAULT_DIRECTORY,
+        help="the run to join (default: %(default)s), made by `async-rl buffer`",
+    )
+    parser.add_argument("--name", default="", help="this process's name in the run; unique among its nodes")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    config = _config(options)
+    if options.dry_run:
+        check_task(config)
+        console.print(dry_run_table(config, check_model(config)), highlight=False, soft_wrap=True)
+        return 0
+    return run_all(config, options.out, options.resume, _flags(options), console)
+
+
+def _buffer(options: argparse.Namespace, console: Console) -> int:
+    return run_services(_config(options), options.out, _flags(options), console)
+
+
+def _infer(options: argparse.Namespace, _console: Console) -> int:
+    return run_node(_config(options), options.out, options.name, _flags(options))
+
+
+def _train(options: argparse.Namespace, console: Console) -> int:
+    return run_trainer(_config(options), options.out, options.name, options.resume, _flags(options), console)
+
+
+def _status(options: argparse.Namespace, console: Console) -> int:
+    directory = RunDirectory.open(options.directory)
+    if directory.summary_path.exists() and not directory.is_held():
+        try:
+            text = summary_text(json.loads(directory.summary_path.read_text()))
+        except (ValueError, KeyError) as error:
+            raise AsyncRLError(f"{directory.summary_path} is broken: {error!r}") from error
+        console.print(f"finished: {directory.path}\n{text}", highlight=False, markup=False, soft_wrap=True)
+        return 0
+    client = status_client(directory, f"status-{os.getpid()}")
+    try:
+        client.connect(STATUS_TIMEOUT)
+        status = fetch_status(client)
+    finally:
+        client.close()
+    console.print(status_text(status), highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _export(arguments: Sequence[str]) -> int:
+    """The exporter has its own options and needs the trainer's dependencies: this process becomes it."""
+    check_installed(["trainer"])
+    sys.stdout.flush()
+    environment = {key: value for key, value in child_environment().items() if key != "ASYNC_RL_PARENT_DEATH"}
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.export", *arguments], environment)
+
+
+def _config(options: argparse.Namespace) -> Config:
+    return load_config(options.config, options.overrides)
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    return ["--debug"] if options.debug else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What a run says at its end: what it made, how it went, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from async_rl.run.directory import RunDirectory
+from async_rl.run.display import duration
+
+
+def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
+    """The end of `async-rl run`, from the summary."""
+    path = directory.path
+    made = [
+        ("summary", directory.summary_path),
+        ("learning curve", directory.curve_path),
+        ("metrics", directory.metrics_path),
+        ("adapter (PEFT)", directory.adapters / "final"),
+    ]
+    return "\n".join(
+        [
+            "",
+            summary_text(summary),
+            "",
+            "made:",
+            *(f"  {label:<16}{place}" for label, place in made if place.exists()),
+            "",
+            "try next:",
+            f"  async-rl export {path} DIR --merged  # the trained policy as a whole model",
+            f"  async-rl run {path}/config.toml --set buffer.max_staleness=0  # the same, in lock-step",
+            f"  async-rl run {path}/config.toml --set algorithm.treatment=uncorrected  # without correcting for age",
+        ]
+    )
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """A run in a few lines."""
+    rates, idle, push = summary["tokens_per_second"], summary["idle_fraction"], summary["push_ms"]
+    staleness, ledger = summary["staleness"], summary["ledger"]
+    lines = [
+        ("steps", f"{summary['steps']} in {duration(summary['wall_seconds'])}"),
+        ("reward", f"{_number(summary['reward']['first'])} → {_number(summary['reward']['last'])} (sampled)"),
+        ("eval", f"{_number(summary['eval']['first'])} → {_number(summary['eval']['last'])}"),
+        ("staleness", f"max {staleness['max']}, mean {staleness['mean']:.2f}, bound {staleness['bound']}"),
+        ("tokens/s", f"rollout {_number(rates['rollout'], ',.0f')}, train {_number(rates['train'], ',.0f')}"),
+        ("idle", f"inference {_number(idle['inference'], '.0%')}, trainer {_number(idle['trainer'], '.0%')}"),
+        ("push", f"p50 {_number(push['p50'], '.0f')} ms, p99 {_number(push['p99'], '.0f')} ms"),
+    ]
+    if ledger:
+        balance = "balances" if summary.get("ledger_balances") else "DOES NOT BALANCE"
+        dropped = sum(ledger["dropped"].values())
+        lines.append(
+            ("ledger", f"{balance}: {ledger['issued']:,} issued, {ledger['trained']:,} trained, {dropped:,} dropped")
+        )
+    return "\n".join(f"{label:<10}{text}" for label, text in lines)
+
+
+def resume_words(directory: RunDirectory) -> str:
+    """The end of an interrupted run."""
+    path = directory.path
+    if directory.has_checkpoint():
+        return f"interrupted; to go on:  async-rl run {path / 'config.toml'} --out {path} --resume"
+    return f"interrupted before the first checkpoint; logs: {directory.logs}"
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,247 @@
+"""A run's directory: everything that a run makes, in one place, and where its services listen.
+
+config.toml    as resolved; runs as it is
+run.json       run id and endpoints
+token          0600: who can read it may join
+metrics.jsonl  summary.json  learning_curve.png  logs/  adapters/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from async_rl.config import Config, config_table
+from async_rl.errors import AsyncRLError
+from async_rl.wire.security import check_endpoint, make_ipc_directory, new_token, read_token, write_token
+
+RUNS = Path("runs")
+LATEST = "latest"
+
+
+class RunDirectoryError(AsyncRLError):
+    """A directory that is no run, is taken, or cannot be written; the message names it."""
+
+
+class RunDirectory:
+    """An existing run directory. Make one with `create`, find one with `open`."""
+
+    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+        self.path = path
+        self._run = run
+
+    @classmethod
+    def create(cls, out: Path | None, config: Config, runs: Path = RUNS) -> RunDirectory:
+        """Make the directory of a new run: `out`, or `runs`/<name of the config> with a number added when taken, and
+        then `runs`/latest points at it. Raises RunDirectoryError when `out` holds something already."""
+        _check_endpoints(config)
+        try:
+            path = _claim(out) if out is not None else _claim_numbered(runs, config.run.name)
+            for folder in ("logs", "adapters", "checkpoints"):
+                (path / folder).mkdir()
+            run = {"run": secrets.token_hex(8), **_endpoints(config)}
+            write_token(path / "token", new_token())
+            _write(path / "run.json", json.dumps(run, indent=1) + "\n")
+            directory = cls(path, run)
+            directory.write_config(config)
+            if out is None:
+                _point_latest(runs, path)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot make the run directory {error.filename or out or runs}: {error.strerror}: choose another "
+                "place with --out"
+            ) from error
+        return directory
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Raises RunDirectoryError when `path` is not a run's directory."""
+        try:
+            run = json.loads((path / "run.json").read_text())
+            if not {"run", "endpoint", "store_endpoint"} <= set(run):
+                raise ValueError("keys are missing")
+        except OSError as error:
+            hint = _runs_beside(path)
+            raise RunDirectoryError(f"{path} is not a run directory (no readable run.json){hint}") from error
+        except ValueError as error:
+            raise RunDirectoryError(f"{path / 'run.json'} is broken: {error}") from error
+        return cls(path.resolve(), run)
+
+    def reopen_endpoints(self, config: Config) -> None:
+        """Before a resume: new sockets, as the last run's were taken away with it. The run id and token stay."""
+        _check_endpoints(config)
+        self.remove_sockets()
+        self._run = {**self._run, **_endpoints(config)}
+        _write(self.path / "run.json", json.dumps(self._run, indent=1) + "\n")
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """While services of this run live. Raises RunDirectoryError when another process holds it; the kernel lets go
+        of it for one that was killed."""
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunDirectoryError(f"{self.path}: this run is going on: wait for its end, or end it") from error
+            yield
+
+    def is_held(self) -> bool:
+        """Whether services of this run live (on this machine)."""
+        try:
+            with self.hold():
+                return False
+        except RunDirectoryError:
+            return True
+
+    def has_checkpoint(self) -> bool:
+        return any(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else False
+
+    def write_config(self, config: Config) -> Path:
+        _write(self.config_path, tomli_w.dumps(config_table(config)))
+        return self.config_path
+
+    def write_pool_config(self, name: str, config: Config) -> Path:
+        """The config that one hand-started pool runs with (paths may differ between machines)."""
+        path = self.logs / f"{name}.toml"
+        _write(path, tomli_w.dumps(config_table(config)))
+        return path
+
+    def remove_sockets(self, only_empty: bool = False) -> None:
+        """Take away the directory of the ipc sockets; with `only_empty` only when no socket is left in it."""
+        folder = self._run.get("sockets")
+        if not folder:
+            return
+        if only_empty:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return  # gone, or another process still listens there and will do it
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @cached_property
+    def token(self) -> str:
+        """Read from the file; raises an AsyncRLError when it cannot be."""
+        return read_token(self.path / "token")
+
+    @property
+    def run_id(self) -> str:
+        return str(self._run["run"])
+
+    @property
+    def endpoint(self) -> str:
+        """Where the buffer listens, resolved."""
+        return str(self._run["endpoint"])
+
+    @property
+    def store_endpoint(self) -> str:
+        return str(self._run["store_endpoint"])
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def curve_path(self) -> Path:
+        return self.path / "learning_curve.png"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def adapters(self) -> Path:
+        return self.path / "adapters"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+
+def _endpoints(config: Config) -> dict[str, str]:
+    """endpoint and store_endpoint with "auto" resolved to ipc sockets in a directory of their own (short, since a
+    socket's path may have about 100 bytes, and 0700), which is named too."""
+    chosen = {"endpoint": config.buffer.endpoint, "store_endpoint": config.buffer.store_endpoint}
+    if "auto" in chosen.values():
+        folder = make_ipc_directory()
+        chosen["sockets"] = str(folder)
+        for key, socket in (("endpoint", "buffer"), ("store_endpoint", "store")):
+            if chosen[key] == "auto":
+                chosen[key] = f"ipc://{folder / socket}"
+    return chosen
+
+
+def _check_endpoints(config: Config) -> None:
+    """Before anything is made. The other pools read the endpoints from run.json, so a port must have its number."""
+    explicit = [end for end in (config.buffer.endpoint, config.buffer.store_endpoint) if end != "auto"]
+    for endpoint in explicit:
+        check_endpoint(endpoint)
+        if endpoint.endswith(":*"):
+            raise RunDirectoryError(f"{endpoint}: the pools must know where to dial: give the port a number")
+    if len(set(explicit)) < len(explicit):
+        raise RunDirectoryError(f"[buffer] endpoint and store_endpoint are both {explicit[0]}: give each its own")
+
+
+def _claim(path: Path) -> Path:
+    """An empty or new directory becomes this run's, readable by its owner alone."""
+    if path.is_dir() and any(path.iterdir()):
+        raise RunDirectoryError(
+            f"--out {path}: there is something in it already: choose another, or go on with --resume"
+        )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.chmod(0o700)
+    return path.resolve()
+
+
+def _claim_numbered(runs: Path, name: str) -> Path:
+    """mkdir is what decides, so that two runs started at once never share a directory."""
+    runs.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return path.resolve()
+
+
+def _point_latest(runs: Path, path: Path) -> None:
+    """Replaced in one step: a reader never finds the link missing."""
+    fresh = runs / f".{LATEST}-{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(path.name)
+    fresh.replace(runs / LATEST)
+
+
+def _runs_beside(path: Path) -> str:
+    parent = path.parent if path.name == LATEST else path
+    found = sorted(folder.parent.name for folder in parent.glob("*/run.json") if folder.parent.name != LATEST)
+    if found:
+        return f"; runs in {parent}: {', '.join(found)}"
+    return "; start one with `async-rl run CONFIG` or `async-rl buffer CONFIG`, or name it with --out"
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,288 @@
+"""The local launcher: starts a run's processes, watches them, and takes them all down together.
+
+A run ends by itself: the trainer finishes, tells the buffer, the buffer tells the nodes and the store, and all exit
+with 0. Anything else is a failure of the whole run: the first process that exits with another code, or one that does
+not end when the others have, brings the rest down (SIGTERM, a grace, SIGKILL to its process group), and the outcome
+says which it was and why. When the launcher itself is killed, the kernel tells its children (see `process`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+from async_rl.errors import AsyncRLError
+from async_rl.run.directory import RunDirectory
+from async_rl.run.process import PARENT_VARIABLE, die_with_parent
+
+POLL = 0.1  # seconds between looks at the processes
+SETTLE = 1.5  # seconds after the first failure in which others may still tell theirs
+LAST_LINE_BYTES = 8192  # how far back the last line of a log is looked for
+
+
+class LaunchError(AsyncRLError):
+    """The run failed; the message names the process, its last words and its log."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process to be: `python -P -m module arguments…`. When all those that `ends_run` (the first to exit, where
+    none does) have exited with 0, the others have the grace to do the same."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    ends_run: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: `code` as Popen has it, negative for a signal."""
+
+    name: str
+    code: int
+    last_line: str
+    log: Path | None
+
+    def __str__(self) -> str:
+        how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit {self.code}"
+        words = f": {self.last_line}" if self.last_line else ""
+        return f"{self.name} failed ({how}){words}" + (f"; log: {self.log}" if self.log else "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`failures` in the order in which they were seen; `interrupted` is the number of the signal that ended the
+    run, 0 for none; `stuck` are those that had to be ended although the run was over."""
+
+    failures: tuple[Exit, ...] = ()
+    interrupted: int = 0
+    stuck: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> int:
+        if self.interrupted:
+            return 128 + self.interrupted
+        return 1 if self.failures or self.stuck else 0
+
+    def message(self, grace: float) -> str:
+        """What went wrong, empty when nothing did."""
+        if self.failures:
+            return "\n".join(str(failure) for failure in self.failures)
+        if self.stuck:
+            return f"{', '.join(self.stuck)} did not end within {grace:g} s of the end of the run; ended by force"
+        return ""
+
+
+def plan_run(nodes: int, config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
+    """The processes of a whole run on this machine, services first; `flags` (--debug, --resume) go to all."""
+    return [
+        *plan_services(config_path, directory, *flags),
+        plan_pool("trainer", "trainer.learner", config_path, directory, *flags, ends_run=True),
+        *(plan_pool(f"node-{index}", "inference.node", config_path, directory, *flags) for index in range(nodes)),
+    ]
+
+
+def plan_services(config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
+    return [
+        plan_pool("store", "buffer.store", config_path, directory, *flags),
+        plan_pool("buffer", "buffer.service", config_path, directory, *flags),
+    ]
+
+
+def plan_pool(
+    name: str, module: str, config_path: Path, directory: RunDirectory, *flags: str, ends_run: bool = False
+) -> ProcessSpec:
+    arguments = ("--config", str(config_path), "--dir", str(directory.path), "--name", name, *flags)
+    return ProcessSpec(name, module, arguments, ends_run)
+
+
+def child_environment() -> dict[str, str]:
+    """One thread each unless the user says otherwise: several processes' OpenMP pools on the same cores spin against
+    each other (measured: 17 times slower)."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+
+
+class Pools:
+    """Processes that live and die together: a context manager that starts them and leaves none behind.
+
+    Output goes to `logs`/<name>.log, or to the terminal when `logs` is None. While it is open, SIGINT, SIGTERM and
+    SIGHUP only take note; `supervise` acts on them. A second one ends the grace."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], logs: Path | None, grace: float) -> None:
+        self.specs = specs
+        self.logs = logs
+        self.grace = grace
+        self.signals: list[int] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._exits: dict[str, Exit] = {}
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Pools:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, self._note)
+        try:
+            for spec in self.specs:
+                self._processes[spec.name] = self._start(spec)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def supervise(self, tick: Callable[[], None] = lambda: None) -> Outcome:
+        """Until the run is over, failed or interrupted; then every process is gone. `tick` is called all the time."""
+        over_since = None
+        while True:
+            self._look()
+            failures = self._failures()
+            if self.signals:
+                self.end_all()
+                return Outcome(interrupted=self.signals[0])
+            if failures:
+                return self._end_failed(tick)
+            if len(self._exits) == len(self.specs):
+                tick()
+                return Outcome()
+            if self._is_over():
+                over_since = over_since or time.monotonic()
+                if time.monotonic() - over_since > self.grace:
+                    stuck = tuple(spec.name for spec in self.specs if spec.name not in self._exits)
+                    self.end_all()
+                    return Outcome(stuck=stuck)
+            tick()
+            time.sleep(POLL)
+
+    def end_all(self) -> None:
+        """Returns when all are gone: SIGTERM to those that end the run, which then may tell the others; SIGTERM to
+        all that are left; SIGKILL. A grace for each, cut short by another signal to the launcher."""
+        heard = max(1, len(self.signals))
+        leaders = [spec.name for spec in self.specs if spec.ends_run and self._lives(spec.name)]
+        if leaders:
+            self._signal(leaders, signal.SIGTERM)
+            self._wait(heard, lambda: all(self._ended_well(name) or self._lives(name) for name in leaders))
+        self._signal(list(self._processes), signal.SIGTERM)
+        self._wait(heard)
+        self._kill_all()
+
+    def _wait(self, heard: int, going_well: Callable[[], bool] = lambda: True) -> None:
+        """Until all are gone, the grace is over, a signal more than `heard` came, or it does not go well."""
+        deadline = time.monotonic() + self.grace
+        while time.monotonic() < deadline and len(self.signals) <= heard:
+            self._look()
+            if len(self._exits) == len(self._processes) or not going_well():
+                return
+            time.sleep(POLL / 2)
+
+    def _lives(self, name: str) -> bool:
+        return name in self._processes and name not in self._exits
+
+    def _ended_well(self, name: str) -> bool:
+        return name in self._exits and self._exits[name].code == 0
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.signals.append(number)
+
+    def _start(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+        output: IO[bytes] | None = self._log(spec.name).open("ab") if self.logs else None
+        parent = os.getpid()
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", spec.module, *spec.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                env=child_environment(),
+                start_new_session=True,
+                # Before exec, so that not even a process that is still importing outlives a killed launcher.
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        finally:
+            if output:
+                output.close()
+
+    def _log(self, name: str) -> Path:
+        assert self.logs is not None
+        return self.logs / f"{name}.log"
+
+    def _look(self) -> None:
+        """Note who has exited, and end what such a process left in its group."""
+        for name, process in self._processes.items():
+            if name in self._exits:
+                continue
+            code = process.poll()
+            if code is not None:
+                _kill_group(process.pid)
+                log = self._log(name) if self.logs else None
+                self._exits[name] = Exit(name, code, last_line(log) if log else "", log)
+
+    def _failures(self) -> list[Exit]:
+        return [ended for ended in self._exits.values() if ended.code != 0]
+
+    def _is_over(self) -> bool:
+        enders = [spec.name for spec in self.specs if spec.ends_run] or list(self._exits)[:1]
+        return bool(enders) and all(name in self._exits for name in enders)
+
+    def _end_failed(self, tick: Callable[[], None]) -> Outcome:
+        deadline = time.monotonic() + SETTLE
+        while len(self._exits) < len(self._processes) and time.monotonic() < deadline and not self.signals:
+            tick()
+            time.sleep(POLL)
+            self._look()
+        failures = tuple(self._failures())
+        self.end_all()
+        return Outcome(failures)
+
+    def _signal(self, names: Sequence[str], number: int) -> None:
+        for name in names:
+            if self._lives(name):
+                self._processes[name].send_signal(number)
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            if process.returncode is None:
+                _kill_group(process.pid)
+                process.wait()
+        self._look()
+
+    def _close(self) -> None:
+        if len(self._exits) < len(self._processes):
+            self.end_all()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says anything, without the word "error: " that begins it."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LAST_LINE_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1].removeprefix("error: ") if said else ""
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""The commands that start pools on this machine: all of them, the services, or one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError
+from async_rl.run.checks import check_installed, check_model, check_task, is_made
+from async_rl.run.closing import closing_words, resume_words
+from async_rl.run.directory import RunDirectory
+from async_rl.run.display import make_display
+from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, plan_pool, plan_run, plan_services
+from async_rl.run.model_cache import model_path
+from async_rl.run.view import RunView
+
+
+def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console) -> int:
+    """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
+    check_installed()
+    check_task(config)
+    check_model(config)
+    directory = _resumed(out, config) if resume else RunDirectory.create(out, config)
+    try:
+        with directory.hold():
+            config = with_model(config, directory)
+            path = directory.write_config(config)
+            all_flags = [*flags, "--resume"] if resume else list(flags)
+            console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
+            specs = plan_run(config.inference.nodes, path, directory, *all_flags)
+            with Pools(specs, directory.logs, config.launch.grace) as pools:
+                outcome = _watch(pools, directory, config, console)
+    finally:
+        directory.remove_sockets()
+    if outcome.interrupted:
+        console.print(resume_words(directory), highlight=False, soft_wrap=True)
+    _raise_failure(outcome, config)
+    if outcome.code == 0:
+        _print_closing(directory, console)
+    return outcome.code
+
+
+def run_services(config: Config, out: Path | None, flags: Sequence[str], console: Console) -> int:
+    """The buffer and the policy store in the foreground, for pools started by hand."""
+    check_installed(["buffer"])
+    check_task(config)
+    if out is not None and (out / "run.json").exists():
+        directory = RunDirectory.open(out)
+        with directory.hold():
+            directory.reopen_endpoints(config)
+    else:
+        directory = RunDirectory.create(out, config)
+    try:
+        with directory.hold():
+            _print_invitation(directory, console)
+            specs = plan_services(directory.config_path, directory, *flags)
+            with Pools(specs, None, config.launch.grace) as pools:
+                outcome = pools.supervise()
+    finally:
+        directory.remove_sockets()
+    _raise_failure(outcome, config)
+    return outcome.code
+
+
+def run_node(config: Config, out: Path, name: str, flags: Sequence[str]) -> int:
+    """One inference node in the foreground."""
+    check_installed(["inference"])
+    return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", "inference.node", flags)
+
+
+def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Sequence[str], console: Console) -> int:
+    """The trainer in the foreground."""
+    check_installed(["trainer"])
+    directory = RunDirectory.open(out)
+    if directory.has_checkpoint() and not resume:
+        raise AsyncRLError(f"{directory.path} has checkpoints of a run: add --resume to go on from the newest")
+    code = _run_pool(config, out, name or "trainer", "trainer.learner", [*flags, "--resume"] if resume else flags)
+    if code == 0:
+        _print_closing(directory, console)
+    return code
+
+
+def with_model(config: Config, directory: RunDirectory) -> Config:
+    """The config with the model's path filled in, after the model of [model.tiny] was made if it has to be."""
+    path = model_path(config)
+    if config.model.path or is_made(path):
+        check_model(config)
+    else:
+        check_installed(["trainer"])
+        needed = directory.write_pool_config(f"tiny_model-{os.getpid()}", config)
+        spec = ProcessSpec("tiny_model", "trainer.tiny_model", ("--config", str(needed)), ends_run=True)
+        try:
+            with Pools([spec], None, config.launch.grace) as pools:
+                outcome = pools.supervise()
+        finally:
+            needed.unlink(missing_ok=True)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        _raise_failure(outcome, config)
+        if not is_made(path):
+            raise LaunchError(f"trainer.tiny_model ended well, but there is no model at {path}")
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(path.resolve())))
+
+
+def _run_pool(config: Config, out: Path, name: str, module: str, flags: Sequence[str]) -> int:
+    """One pool that logs to the terminal; its own last line says why it failed, so this adds none."""
+    check_task(config)
+    directory = RunDirectory.open(out)
+    config = with_model(config, directory)
+    path = directory.write_pool_config(name, config)
+    with Pools([plan_pool(name, module, path, directory, *flags, ends_run=True)], None, config.launch.grace) as pools:
+        outcome = pools.supervise()
+    return outcome.code
+
+
+def _resumed(out: Path | None, config: Config) -> RunDirectory:
+    if out is None:
+        raise AsyncRLError("--resume needs --out DIR: the directory of the run to go on with")
+    directory = RunDirectory.open(out)
+    with directory.hold():
+        directory.reopen_endpoints(config)
+    return directory
+
+
+def _watch(pools: Pools, directory: RunDirectory, config: Config, console: Console) -> Outcome:
+    view = RunView(directory, config)
+    try:
+        display = make_display(console)
+        try:
+            return pools.supervise(lambda: display.update(view.snapshot()))
+        finally:
+            display.close()
+    finally:
+        view.close()
+
+
+def _raise_failure(outcome: Outcome, config: Config) -> None:
+    """Raises LaunchError, unless the run ended well or was interrupted."""
+    message = outcome.message(config.launch.grace)
+    if message and not outcome.interrupted:
+        raise LaunchError(message)
+
+
+def _print_closing(directory: RunDirectory, console: Console) -> None:
+    with suppress(OSError, ValueError):  # no summary: the log of the trainer says why
+        summary = json.loads(directory.summary_path.read_text())
+        console.print(closing_words(directory, summary), highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_invitation(directory: RunDirectory, console: Console) -> None:
+    lines = [
+        f"run directory: {directory.path}",
+        f"buffer at {directory.endpoint}, policy store at {directory.store_endpoint}",
+        "in other shells, with the same CONFIG (as many `infer` as you like, at any time):",
+        f"  async-rl train CONFIG --out {directory.path}",
+        f"  async-rl infer CONFIG --out {directory.path}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

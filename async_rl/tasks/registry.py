@@ -1,0 +1,51 @@
+"""From the [task] table of a config to a task.
+
+`kind` is the name of a task that comes with async-rl, or `"module:Class"` to bring your own: any importable class
+with the shape of `async_rl.tasks.task.Task`. Pools start with Python's safe path, so the module must be installed or
+lie in a folder named in PYTHONPATH, on every machine that runs a node. Modules are imported only when asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from async_rl.config import ConfigError, Section, convert_section
+from async_rl.tasks.task import Task
+
+KINDS = {
+    "digit_sort": "async_rl.tasks.digit_sort:DigitSort",
+    "reasoning_gym": "async_rl.tasks.gym:ReasoningGym",
+}
+
+
+def load_task(table: Mapping[str, Any]) -> Task:
+    """The task of a [task] table, its remaining keys converted strictly into the task's own `Config`. Raises
+    ConfigError for a kind, key or value that is not known, and AsyncRLError for an optional package that is missing."""
+    kind = table.get("kind")
+    if not isinstance(kind, str):
+        raise ConfigError(f'[task] needs a key `kind`: one of {", ".join(KINDS)}, or "module:Class"')
+    task_class = _task_class(kind)
+    options = {key: value for key, value in table.items() if key != "kind"}
+    return cast(Task, task_class(convert_section(options, task_class.Config, f'[task] of kind "{kind}"')))
+
+
+def _task_class(kind: str) -> Any:
+    module_name, colon, class_name = KINDS.get(kind, kind).partition(":")
+    if not colon:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f'known kinds: {", ".join(KINDS)}, or "module:Class"'
+        raise ConfigError(f"[task] unknown kind {kind!r}: {advice}")
+    try:
+        task_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"[task] kind {kind!r} cannot be loaded: {error}. The module must be installed, or its folder named in "
+            "PYTHONPATH"
+        ) from error
+    config = getattr(task_class, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, Section)):
+        raise ConfigError(f"[task] kind {kind!r}: the class needs `Config`, a subclass of async_rl.config.Section")
+    return task_class

@@ -1,0 +1,445 @@
+"""The dialling end of a link: a DEALER socket in an I/O thread of its own, and a thread-safe face.
+
+Callers touch the session under one lock (number a message, count a message as consumed); only the I/O thread touches
+the socket. It drains and sends in bursts, and sleeps in a poll that a socket pair interrupts.
+
+    connecting -- Welcome --> connected -- silent, or Unknown --> connecting -- Welcome --> connected ...
+        any --> failed: Refused, Bye, silent for lost_after_s; every later call raises that error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import socket as sockets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from async_rl.wire.frames import (
+    RESEND_HEARTBEATS,
+    BadFrame,
+    Bye,
+    Hello,
+    LinkClosed,
+    LinkError,
+    LinkMessage,
+    LinkRefused,
+    LinkTimeout,
+    Payload,
+    Ping,
+    Received,
+    Refused,
+    Unknown,
+    Welcome,
+    as_views,
+    head_frame,
+    link_frame,
+    payload_of,
+    payload_size,
+    read_envelope,
+    read_link_message,
+    read_message,
+    receive_frames,
+    send_frames,
+    set_common_options,
+    silence_s,
+)
+from async_rl.wire.messages import Envelope, Message, Role
+from async_rl.wire.security import check_endpoint
+from async_rl.wire.session import Outgoing, Session, Verdict
+
+BURST_MESSAGES = 64  # sent or read before looking at the other direction
+RECONNECT_FIRST_MS = 20
+RECONNECT_LAST_MS = 1000
+
+
+class Client:
+    """`name` is this side's, unique among the server's clients; `peer` is what messages call the other side ("the
+    buffer"). With `inbox`, received messages go there (and count as consumed at once), and so does the LinkError when
+    the link is lost for good. Silent for three heartbeats: it says hello again every heartbeat, for `lost_after_s`
+    seconds. Raises AsyncRLError for an endpoint that is not allowed."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        run: str,
+        token: str,
+        role: Role,
+        name: str,
+        peer: str,
+        heartbeat_s: float = 1.0,
+        window_bytes: int = 8 << 20,
+        inbox: queue.SimpleQueue[Received | LinkError] | None = None,
+        lost_after_s: float = 30.0,
+    ) -> None:
+        check_endpoint(endpoint)
+        self.endpoint = endpoint
+        self.name = name
+        self.peer = peer
+        self.run = run
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.bad_frames = 0
+        self.sessions = 0
+        """Sessions so far: it rises when the server is a new one that knows nothing of what was said before."""
+        self._token = token
+        self._role: Role = role
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s(heartbeat_s, heartbeat_s)
+        self._lost_after_s = lost_after_s
+        self._max_unsent_bytes = window_bytes
+        self._inbox = inbox
+        self._arrived: queue.SimpleQueue[tuple[Received, int, Session[Payload]] | None] = queue.SimpleQueue()
+        # Shared with the callers, under the lock.
+        self._changed = threading.Condition(threading.Lock())
+        self._session: Session[Payload] = Session(window_bytes)
+        self._connected = False
+        self._failure: LinkError | None = None
+        self._asleep = False
+        # The I/O thread's own.
+        self._epoch = time.time_ns()
+        self._server_epoch = 0
+        self._heard = self._sent = self._progress = self._next_hello = 0.0
+        self._blocked = False
+        self._closing = False
+        self._linger_s = 0.0
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        set_common_options(self._socket, endpoint)
+        # Queue only towards a live connection: what would pile up otherwise is sent again by the session anyway.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_LAST_MS)
+        self._wake_read, self._wake_write = sockets.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"link {name} to {peer}", daemon=True)
+
+    # --- what callers do ---------------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> None:
+        """Wait for the server's welcome. Raises LinkRefused, or LinkTimeout (it goes on trying: call again)."""
+        if not self._thread.is_alive() and self._failure is None:
+            self._heard = time.monotonic()
+            self._thread.start()
+        with self._changed:
+            if not self._wait_until(lambda: self._connected, timeout_s):
+                strange = f" ({self.bad_frames} answers were not async-rl's)" if self.bad_frames else ""
+                raise LinkTimeout(
+                    f"{self.name} waited {timeout_s:g} s for a welcome from {self.peer} at {self.endpoint}, there was "
+                    f"none{strange}: is it running, and is this its endpoint?"
+                )
+
+    def send(self, message: Message, blobs: Sequence[bytes | memoryview] = (), timeout_s: float = 30.0) -> None:
+        """Queue for sending, in order. Blobs are not copied: leave them as they are until `flush`. Waits while more
+        than a window of bytes is unsent; raises LinkTimeout, or the error that ended the link."""
+        payload = payload_of(message, blobs)
+        size = payload_size(payload.body, payload.blobs)
+        with self._changed:
+            if self._failure is not None or self._session.unsent_bytes > self._max_unsent_bytes:
+                self._wait_for_room(payload.kind, timeout_s)
+            self._session.enqueue(payload, size)
+            wake, self._asleep = self._asleep, False
+        if wake:
+            self._wake()
+
+    def receive(self, timeout_s: float, awaiting: str) -> Received:
+        """The next message. `awaiting` is for people: "a batch". Raises LinkTimeout, or the error that ended the link
+        once everything that arrived before it was received."""
+        try:
+            item = self._next_arrived(timeout_s)
+        except queue.Empty:
+            state = "" if self._connected else ", which does not answer at present"
+            raise LinkTimeout(
+                f"{self.name} waited {timeout_s:g} s for {awaiting} from {self.peer} at {self.endpoint}{state}"
+            ) from None
+        return item
+
+    def poll(self) -> Received | None:
+        """The next message if one has arrived; raises the error that ended the link."""
+        try:
+            return self._next_arrived(0.0)
+        except queue.Empty:
+            return None
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything sent is acknowledged. Raises LinkTimeout, or the error that ended the link."""
+        with self._changed:
+            if not self._wait_until(lambda: not self._session.unacknowledged, timeout_s):
+                raise LinkTimeout(
+                    f"{self.name} waited {timeout_s:g} s for {self.peer} at {self.endpoint} to acknowledge "
+                    f"{self._session.unacknowledged} messages"
+                )
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Give what was sent up to `timeout_s` to be acknowledged, then say goodbye. Safe to call twice."""
+        deadline = time.monotonic() + timeout_s
+        if self._thread.is_alive():
+            with contextlib.suppress(LinkError):
+                self.flush(timeout_s if self._connected else 0.0)
+            self._linger_s = max(0.1, deadline - time.monotonic())
+            self._closing = True
+            self._wake()
+            self._thread.join(timeout_s + 1.0)
+        if not self._thread.is_alive() and not self._context.closed:
+            self._socket.close()
+            self._context.term()
+            self._wake_read.close()
+            self._wake_write.close()
+        self._fail(LinkClosed(f"{self.name} has closed its link to {self.peer} at {self.endpoint}"), tell_inbox=False)
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """With the lock held: wait for `condition`; raises the link's failure."""
+        self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
+        if self._failure is not None and not condition():
+            raise self._copy_of_failure()
+        return condition()
+
+    def _wait_for_room(self, kind: str, timeout_s: float) -> None:
+        if self._failure is not None:
+            raise self._copy_of_failure()
+        if not self._wait_until(lambda: self._session.unsent_bytes <= self._max_unsent_bytes // 2, timeout_s):
+            raise LinkTimeout(
+                f"{self.name} waited {timeout_s:g} s for {self.peer} at {self.endpoint} to take in more: "
+                f"{self._session.unsent_bytes} bytes are queued before this {kind}"
+            )
+
+    def _next_arrived(self, timeout_s: float) -> Received:
+        if self._inbox is not None:
+            raise ValueError("this client delivers to its inbox: wait there")
+        item = self._arrived.get(timeout=timeout_s) if timeout_s > 0 else self._arrived.get_nowait()
+        if item is None:
+            self._arrived.put(None)
+            raise self._copy_of_failure()
+        received, size, session = item
+        with self._changed:
+            now = time.monotonic()
+            session.consume(size, now)  # of the session it came in, which may have ended since
+            due = session.report_due()
+            wake = self._asleep and due is not None and due <= now
+            if wake:
+                self._asleep = False
+        if wake:
+            self._wake()
+        return received
+
+    def _copy_of_failure(self) -> LinkError:
+        assert self._failure is not None
+        return type(self._failure)(str(self._failure))
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody to wake
+            self._wake_write.send(b"\0")
+
+    # --- the I/O thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._socket.connect(self.endpoint)
+            poller = zmq.Poller()
+            poller.register(self._wake_read, zmq.POLLIN)
+            while not self._closing and self._failure is None:
+                self._sleep(poller)
+                self._drain()
+                now = time.monotonic()
+                self._upkeep(now)
+                if self._connected and not self._blocked:
+                    self._pump(now)
+            if self._connected and self._closing:
+                self._send_link(Bye(f"{self.name} said goodbye"), time.monotonic())
+        except Exception as error:  # whatever it is, nobody may be left waiting for this thread
+            self._fail(LinkClosed(f"the link of {self.name} to {self.peer} at {self.endpoint} broke: {error!r}"))
+        finally:
+            self._socket.close(linger=int(self._linger_s * 1000))
+
+    def _sleep(self, poller: zmq.Poller) -> None:
+        """Until the socket, a caller or the clock has something to do."""
+        with self._changed:
+            if self._connected and not self._blocked and self._session.may_send():
+                return
+            due = self._session.report_due()
+            self._asleep = True
+        now = time.monotonic()
+        wait = self._next_due(now, due) - now
+        poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if self._blocked else zmq.POLLIN)
+        ready = dict(poller.poll(max(0, math.ceil(wait * 1000))))
+        self._asleep = False
+        if ready.get(self._socket, 0) & zmq.POLLOUT:
+            self._blocked = False
+        if self._wake_read.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(4096)
+
+    def _next_due(self, now: float, report_due: float | None) -> float:
+        if not self._connected:
+            return now + self._heartbeat_s if self._blocked else self._next_hello
+        silent = self._heard + self._silence_s
+        if self._blocked:  # nothing can leave until the socket has room
+            return silent
+        return min(silent, self._sent + self._heartbeat_s, math.inf if report_due is None else report_due)
+
+    def _drain(self) -> None:
+        for _ in range(BURST_MESSAGES):
+            try:
+                frames = receive_frames(self._socket)
+            except zmq.Again:
+                return
+            self.bytes_received += sum(map(len, frames))
+            try:
+                self._on_frames(frames)
+            except BadFrame as bad:
+                self.bad_frames += 1
+                if bad.kind == "undecodable_body":
+                    self._fail(LinkClosed(f"{self.peer} at {self.endpoint} sent {self.name} a message it cannot read"))
+
+    def _on_frames(self, frames: list[bytes | memoryview]) -> None:
+        envelope = read_envelope(frames[0], len(frames) - 1)
+        now = time.monotonic()
+        if envelope.seq == 0:
+            self._on_link(envelope, read_link_message(envelope), now)
+        elif envelope.epoch == self._server_epoch:
+            self._on_message(envelope, frames[1:], now)
+
+    def _on_message(self, envelope: Envelope, blobs: list[bytes | memoryview], now: float) -> None:
+        self._hear(envelope, now)
+        size = payload_size(envelope.body, blobs)
+        with self._changed:
+            session = self._session
+            if session.accept(envelope.seq, size, now) is not Verdict.DELIVER:
+                return
+            session.acknowledge(now)
+            if self._inbox is not None:
+                session.consume(size, now)
+        received = Received(envelope.sender, read_message(envelope), as_views(blobs))
+        if self._inbox is not None:
+            self._inbox.put(received)
+        else:
+            self._arrived.put((received, size, session))
+
+    def _on_link(self, envelope: Envelope, message: LinkMessage, now: float) -> None:
+        known = envelope.epoch == self._server_epoch and self._server_epoch != 0
+        match message:
+            case Welcome(client_epoch=epoch) if epoch == self._epoch and (known or self._server_epoch == 0):
+                self._on_welcome(envelope, message, now)
+            case Refused(reason=reason):
+                self._fail(LinkRefused(f"{self.name} was refused: {reason}"))
+            case Unknown(forgotten=False) if self._connected:
+                self._say_hello_from_now_on(now)
+            case Unknown(client_epoch=epoch, forgotten=True) if epoch == self._epoch and not self._connected:
+                self._start_afresh()
+            case Ping() if known:
+                self._hear(envelope, now)
+            case Bye(reason=reason) if known:
+                self._fail(LinkClosed(f"{self.peer} at {self.endpoint} said goodbye: {reason}"))
+
+    def _on_welcome(self, envelope: Envelope, welcome: Welcome, now: float) -> None:
+        self._hear(envelope, now)
+        if self._connected:
+            return  # the answer to a hello that was repeated
+        if self._server_epoch == 0:
+            self._server_epoch = envelope.epoch
+            self.sessions += 1
+        self._silence_s = silence_s(self._heartbeat_s, welcome.heartbeat_s)
+        self._progress = now
+        self._blocked = False
+        with self._changed:
+            self._session.rewind(after=welcome.received)
+            self._connected = True
+            self._changed.notify_all()
+
+    def _say_hello_from_now_on(self, now: float) -> None:
+        self._connected = False
+        self._next_hello = now
+
+    def _start_afresh(self) -> None:
+        """The server does not know our session: number again, from 1, what it may not have."""
+        with self._changed:
+            self._session = self._session.renumbered()
+        self._epoch = max(self._epoch + 1, time.time_ns())
+        self._server_epoch = 0
+        self._next_hello = 0.0
+
+    def _hear(self, envelope: Envelope, now: float) -> None:
+        self._heard = now
+        with self._changed:
+            if self._session.hear(envelope.ack, envelope.limit):
+                self._progress = now
+                if not self._session.unacknowledged:
+                    self._changed.notify_all()
+
+    def _upkeep(self, now: float) -> None:
+        """Hello, heartbeat, report, silence and resending, each when its time has come."""
+        silent = now - self._heard
+        if self._connected and silent > self._silence_s:
+            self._say_hello_from_now_on(now)
+        if not self._connected:
+            if self._server_epoch and silent > self._lost_after_s:
+                self._fail(LinkClosed(f"{self.name} lost {self.peer} at {self.endpoint}: silent for {silent:.0f} s"))
+            elif now >= self._next_hello and not self._blocked:
+                hello = Hello(
+                    self._role, self.name, self._token, self._server_epoch, self._session.received, self._heartbeat_s
+                )
+                if self._send_link(hello, now):
+                    self._next_hello = now + self._heartbeat_s
+            return
+        patience = RESEND_HEARTBEATS * self._heartbeat_s
+        with self._changed:
+            if self._session.in_flight == 0:
+                self._progress = now
+            elif now - self._progress > patience and self._heard > self._progress + patience / 2:
+                self._session.rewind(after=self._session.acknowledged_by_peer)
+                self._progress = now
+            due = self._session.report_due()
+        if not self._blocked and (now - self._sent >= self._heartbeat_s or (due is not None and due <= now)):
+            self._send_link(Ping(), now)
+
+    def _pump(self, now: float) -> None:
+        """Send a burst of what the credit allows."""
+        burst: list[Outgoing[Payload]] = []
+        with self._changed:
+            while len(burst) < BURST_MESSAGES and (message := self._session.next_to_send()) is not None:
+                burst.append(message)
+            if not burst:
+                return
+            report = self._session.report()
+            if self._session.unsent_bytes <= self._max_unsent_bytes // 2:
+                self._changed.notify_all()
+        for message in burst:
+            payload = message.payload
+            head = head_frame(self.run, self.name, self._epoch, message.seq, report, payload)
+            if not self._send([head, *payload.blobs], now):
+                with self._changed:
+                    self._session.rewind(after=message.seq - 1)
+                return
+
+    def _send_link(self, message: LinkMessage, now: float) -> bool:
+        with self._changed:
+            report = self._session.report()
+        return self._send([link_frame(self.run, self.name, self._epoch, report, message)], now)
+
+    def _send(self, frames: list[bytes | memoryview], now: float) -> bool:
+        try:
+            self.bytes_sent += send_frames(self._socket, frames)
+        except zmq.Again:
+            self._blocked = True
+            with self._changed:
+                self._session.owe(now)
+            return False
+        self._sent = now
+        return True
+
+    def _fail(self, failure: LinkError, tell_inbox: bool = True) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._connected = False
+            self._changed.notify_all()
+        self._arrived.put(None)
+        if tell_inbox and self._inbox is not None:
+            self._inbox.put(failure)

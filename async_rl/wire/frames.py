@@ -1,0 +1,233 @@
+"""What the two ends of a link share: the link's own messages, framing, errors and events.
+
+On the wire a message is one frame with an `Envelope`, then `blobs` raw frames. The link's own messages (below) have
+sequence number 0; a client is anonymous to the server until its Hello was welcomed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from async_rl.errors import AsyncRLError
+from async_rl.wire.messages import MAGIC, SCHEMA, Envelope, Message, Role, decode_body, encode_body
+from async_rl.wire.session import Report
+
+MAX_FRAME_BYTES = 1 << 30  # libzmq hangs up on a peer that announces more, before it allocates anything
+ZERO_COPY_BYTES = 64 << 10  # below this, copying a frame is cheaper than sharing it
+HIGH_WATER_MESSAGES = 1000  # per direction and peer, in libzmq; the credit is the real bound
+MESSAGE_OVERHEAD_BYTES = 64  # charged per message, so that empty messages use up credit too
+SILENT_HEARTBEATS = 3  # a peer not heard for this long is taken for lost
+MAX_HEARTBEAT_S = 60.0  # what a peer may ask for
+RESEND_HEARTBEATS = 2  # unacknowledged for this long by a peer that does talk: send again
+
+
+class LinkError(AsyncRLError):
+    """Base of the link's errors; the message names the peer, the endpoint and what was awaited."""
+
+
+class LinkTimeout(LinkError):
+    """The wait is over, the link may still be good."""
+
+
+class LinkRefused(LinkError):
+    """The peer does not want us, and said why."""
+
+
+class LinkClosed(LinkError):
+    """The peer said goodbye, or is lost for good, or this side closed the link."""
+
+
+class Received(NamedTuple):
+    """`blobs` are views into the received frames; copy what must outlive them cheaply."""
+
+    peer: str
+    message: Any
+    blobs: list[memoryview]
+
+
+class PeerJoined(NamedTuple):
+    """Also when a lost peer resumes its session."""
+
+    peer: str
+    role: str
+
+
+class PeerLost(NamedTuple):
+    peer: str
+    role: str
+    reason: str
+
+
+class Payload(NamedTuple):
+    """An outgoing message as it is kept until acknowledged: encoded once, blobs by reference."""
+
+    kind: str
+    body: bytes
+    blobs: tuple[bytes | memoryview, ...]
+
+
+# --- the link's own messages -----------------------------------------------------------------------------------------
+
+
+class LinkMessage(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
+    """Base; run, schema, client epoch, acknowledgement and credit are in the envelope around it."""
+
+
+class Hello(LinkMessage, frozen=True, array_like=True, tag=str.lower):
+    """`resume` is the server's epoch of the session to go on with (0: a new session), `received` the last sequence
+    number that arrived from it in order. Both ends use the longer of their heartbeats to judge silence."""
+
+    role: Role
+    name: str
+    token: str
+    resume: int
+    received: int
+    heartbeat_s: float
+
+
+class Welcome(LinkMessage, frozen=True, array_like=True, tag=str.lower):
+    """Answers the Hello of `client_epoch`; the envelope's epoch names the session. `received` is the last sequence
+    number that arrived in order, acknowledged or not: the client goes on after it."""
+
+    client_epoch: int
+    received: int
+    heartbeat_s: float
+
+
+class Refused(LinkMessage, frozen=True, array_like=True, tag=str.lower):
+    reason: str
+
+
+class Unknown(LinkMessage, frozen=True, array_like=True, tag=str.lower):
+    """No session is bound to this connection: say hello. `forgotten`: the session of `client_epoch` does not exist
+    here (any more), so what it had not acknowledged must be numbered afresh."""
+
+    client_epoch: int
+    forgotten: bool
+
+
+class Ping(LinkMessage, frozen=True, array_like=True, tag=str.lower):
+    """Carries nothing but its envelope's acknowledgement and credit."""
+
+
+class Bye(LinkMessage, frozen=True, array_like=True, tag=str.lower):
+    reason: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_link_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | Welcome | Refused | Unknown | Ping | Bye)
+
+
+class BadFrame(Exception):
+    """A frame that is not ours; `kind` is the name it is counted under."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
+def payload_of(message: Message, blobs: Sequence[bytes | memoryview]) -> Payload:
+    """Encode once. Raises TypeError for a blob that is not contiguous bytes."""
+    views = tuple(blob if isinstance(blob, bytes) else memoryview(blob).cast("B") for blob in blobs)
+    return Payload(type(message).__name__, encode_body(message), views)
+
+
+def payload_size(body: bytes | msgspec.Raw, blobs: Sequence[bytes | memoryview]) -> int:
+    """What a message costs in credit; both ends must agree, so only parts that a resend does not change count."""
+    return MESSAGE_OVERHEAD_BYTES + memoryview(body).nbytes + sum(map(len, blobs))
+
+
+def head_frame(run: str, sender: str, epoch: int, seq: int, report: Report, payload: Payload) -> bytes:
+    """The first frame of a pool's message."""
+    return _encoder.encode(
+        Envelope(
+            MAGIC, SCHEMA, run, sender, epoch, seq, report.ack, report.limit, payload.kind,
+            msgspec.Raw(payload.body), len(payload.blobs),
+        )
+    )  # fmt: skip
+
+
+def link_frame(run: str, sender: str, epoch: int, report: Report, message: LinkMessage) -> bytes:
+    """The only frame of a message of the link's own."""
+    kind = type(message).__name__.lower()
+    body = msgspec.Raw(_encoder.encode(message))
+    return _encoder.encode(Envelope(MAGIC, SCHEMA, run, sender, epoch, 0, report.ack, report.limit, kind, body))
+
+
+def read_envelope(frame: bytes | memoryview, n_blobs: int) -> Envelope:
+    """Raises BadFrame; the body stays undecoded."""
+    try:
+        envelope = _envelope_decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BadFrame("undecodable") from None
+    if envelope.magic != MAGIC:
+        raise BadFrame("wrong_magic")
+    if envelope.blobs != n_blobs:
+        raise BadFrame("wrong_blobs")
+    return envelope
+
+
+def read_link_message(envelope: Envelope) -> Any:
+    """Raises BadFrame."""
+    try:
+        return _link_decoder.decode(envelope.body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BadFrame("undecodable") from None
+
+
+def read_message(envelope: Envelope) -> Any:
+    """Raises BadFrame."""
+    try:
+        return decode_body(envelope.body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BadFrame("undecodable_body") from None
+
+
+def silence_s(own_heartbeat_s: float, peer_heartbeat_s: float) -> float:
+    """Seconds without a sign of life after which a peer is taken for lost: it may beat more slowly than we do."""
+    return SILENT_HEARTBEATS * max(own_heartbeat_s, min(peer_heartbeat_s, MAX_HEARTBEAT_S))
+
+
+# --- sockets ---------------------------------------------------------------------------------------------------------
+
+
+def set_common_options(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes | memoryview]) -> int:
+    """Send one multi-part message without blocking and return its bytes; raises zmq.Again when there is no room (then
+    nothing was sent)."""
+    last = len(frames) - 1
+    total = 0
+    for index, frame in enumerate(frames):
+        flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
+        size = len(frame)
+        socket.send(frame, flags, copy=size < ZERO_COPY_BYTES)
+        total += size
+    return total
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes | memoryview]:
+    """One multi-part message without blocking; raises zmq.Again when there is none. Large frames are views of
+    libzmq's own memory, small ones are copied (which is cheaper)."""
+    frames: list[bytes | memoryview] = []
+    while True:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        frames.append(frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer)
+        if not frame.more:
+            return frames
+
+
+def as_views(blobs: Sequence[bytes | memoryview]) -> list[memoryview]:
+    return [memoryview(blob) for blob in blobs]

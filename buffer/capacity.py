@@ -1,0 +1,47 @@
+"""Capacity: credit in bytes, reserved before a group is sampled, so that full means back-pressure, never loss."""
+
+from __future__ import annotations
+
+
+def fits(reserved_bytes: int, ready_bytes: int, group_bytes: int, capacity_bytes: int) -> bool:
+    """Whether one more group, at its largest, still fits."""
+    return reserved_bytes + ready_bytes + group_bytes <= capacity_bytes
+
+
+class Credit:
+    """Bytes reserved for groups being sampled, and held by ready ones.
+
+    A ticket holds a reservation of `group_bytes` from its first lease until its group is ready; then its real size
+    counts until it is drawn. A ticket that is leased again (node lost, sample failed, zero variance) has kept its
+    reservation and asks for none. Lent payloads do not count: at most one batch beside the capacity is in memory.
+
+    The exemption: the lowest open ticket is admitted without credit while fewer than B ready groups may be drawn.
+    That is what prevents the deadlock in which the ready groups wait for one that has no room. Its price: a ticket
+    that needs the exemption has fewer than B eligible groups below it and everything above it was admitted with
+    credit, so with a capacity of at least one batch (which the configuration demands) reserved + ready stay within
+    capacity as long as no payload is larger than promised; with less capacity they stay within one batch."""
+
+    def __init__(self, capacity_bytes: int, group_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.group_bytes = group_bytes
+        self.reserved_bytes = 0
+        self.ready_bytes = 0
+
+    def admits(self, trainer_needs_it: bool) -> bool:
+        """Whether a ticket without a reservation may be leased; `trainer_needs_it` is the exemption above."""
+        return trainer_needs_it or fits(self.reserved_bytes, self.ready_bytes, self.group_bytes, self.capacity_bytes)
+
+    def reserve(self) -> None:
+        self.reserved_bytes += self.group_bytes
+
+    def became_ready(self, payload_bytes: int) -> None:
+        self.reserved_bytes -= self.group_bytes
+        self.ready_bytes += payload_bytes
+
+    def no_longer_ready(self, payload_bytes: int) -> None:
+        """A ready group lost a member and is sampled again: back to a reservation."""
+        self.ready_bytes -= payload_bytes
+        self.reserved_bytes += self.group_bytes
+
+    def drawn(self, payload_bytes: int) -> None:
+        self.ready_bytes -= payload_bytes

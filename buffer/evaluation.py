@@ -1,0 +1,145 @@
+"""Evaluation: instances 0..n-1 of the eval split, one sample each, pinned to one policy, never trained on.
+
+Evaluations hold no ticket, take no capacity (only their rewards are kept) and do not count against what a node asked
+for. They go out before training leases, at most `eval_share` of a node's slots at a time, first to nodes that serve
+exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it.
+One runs at a time, the rest wait their turn; the time-out of each starts with it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from async_rl.version import PolicyId
+from async_rl.wire.messages import SamplingParams
+from buffer.events import EvalFinished, EvalRequested
+from buffer.ledger import EVALUATION, Ledger
+from buffer.nodes import Node
+
+
+def eval_room(slots: int, eval_share: float) -> int:
+    """How many evaluation samples a node may run at a time: its share of the slots, but at least one."""
+    return max(1, int(slots * eval_share))
+
+
+class Running:
+    """The evaluation under way. `cancelled` counts instances that will have no reward."""
+
+    def __init__(self, request: EvalRequested, now: float) -> None:
+        self.policy: PolicyId = request.policy
+        self.sampling: SamplingParams = request.sampling
+        self.n = request.n
+        self.started = now
+        self.deadline = now + request.timeout_s
+        self.pending = deque(range(request.n))
+        self.tries: dict[int, int] = {}
+        self.leases: set[int] = set()
+        self.rewards: list[float] = []
+        self.cancelled = 0
+
+    @property
+    def closed(self) -> int:
+        return len(self.rewards) + self.cancelled
+
+    def result(self, now: float) -> EvalFinished:
+        """The mean over what was evaluated; not a number when nothing was."""
+        done = len(self.rewards)
+        mean = sum(self.rewards) / done if done else float("nan")
+        return EvalFinished(self.policy, done, mean, self.n - done, now - self.started)
+
+
+class Evaluations:
+    def __init__(self, eval_share: float, max_tries: int) -> None:
+        self._share = eval_share
+        self._max_tries = max_tries
+        self.ledger = Ledger(EVALUATION)
+        self.current: Running | None = None
+        self._queue: deque[EvalRequested] = deque()
+        # Ready nodes with room for one more, longest waiting first; filled only while something runs.
+        self._serving: OrderedDict[str, Node] = OrderedDict()
+        self._others: OrderedDict[str, Node] = OrderedDict()
+
+    @property
+    def idle(self) -> bool:
+        return self.current is None and not self._queue
+
+    def request(self, request: EvalRequested) -> None:
+        self._queue.append(request)
+
+    def start_next(self, now: float, ready: Iterable[Node]) -> None:
+        """When none runs, begin the next; O(nodes), once for each evaluation."""
+        if self.current is None and self._queue:
+            self.current = Running(self._queue.popleft(), now)
+            for node in ready:
+                self.offer(node)
+
+    def offer(self, node: Node) -> None:
+        """The node's readiness, policy or room changed."""
+        self.withdraw(node)
+        current = self.current
+        if current and node.state == "ready" and node.eval_open < eval_room(node.slots, self._share):
+            (self._serving if node.policy == current.policy else self._others)[node.name] = node
+
+    def withdraw(self, node: Node) -> None:
+        self._serving.pop(node.name, None)
+        self._others.pop(node.name, None)
+
+    def next_grant(self) -> tuple[Node, int, int] | None:
+        """(node, instance, try) of the next evaluation lease, taken off the list."""
+        nodes = self._serving or self._others
+        if self.current is None or not self.current.pending or not nodes:
+            return None
+        instance = self.current.pending.popleft()
+        return next(iter(nodes.values())), instance, self.current.tries.get(instance, 0)
+
+    def granted(self, node: Node, lease: int) -> None:
+        assert self.current is not None
+        self.current.leases.add(lease)
+        self.ledger.issue((lease, 0))
+        node.eval_open += 1
+        self.offer(node)
+
+    def evaluated(self, node: Node, lease: int, reward: float) -> None:
+        self._close(node, lease, "evaluated")
+        assert self.current is not None
+        self.current.rewards.append(reward)
+
+    def dropped(self, node: Node, lease: int, instance: int, reason: str) -> None:
+        """Without a result: a failed or refused one costs a try and is given up (counted as cancelled, never as reward
+        0) at max_tries; any other is leased again as it was."""
+        self._close(node, lease, f"dropped.{reason}")
+        current = self.current
+        assert current is not None
+        if reason in ("env_failed", "refused"):
+            current.tries[instance] = current.tries.get(instance, 0) + 1
+            if current.tries[instance] >= self._max_tries:
+                current.cancelled += 1
+                return
+        current.pending.appendleft(instance)
+
+    def due(self, now: float) -> bool:
+        return self.current is not None and (self.current.closed >= self.current.n or now >= self.current.deadline)
+
+    def finish(self, now: float) -> EvalFinished:
+        """Report; the caller has closed the leases that were open."""
+        assert self.current is not None
+        result = self.current.result(now)
+        self.current = None
+        self._serving.clear()
+        self._others.clear()
+        return result
+
+    def close(self) -> None:
+        """The run is over: nothing is reported, for nobody waits for it."""
+        self.current = None
+        self._queue.clear()
+        self._serving.clear()
+        self._others.clear()
+
+    def _close(self, node: Node, lease: int, end: str) -> None:
+        assert self.current is not None
+        self.current.leases.remove(lease)
+        self.ledger.move((lease, 0), "leased", end)
+        node.eval_open -= 1
+        self.offer(node)

@@ -1,0 +1,157 @@
+"""Nodes: their life-cycle, and who waits for work.
+
+    joining   connected, but no policy is registered yet: there is nothing to load
+    syncing   a policy is registered; the node has attested none
+    ready     the node attested a registered policy; only now may it hold leases
+    gone      lost, left, or replaced by a node of the same name, which starts anew
+
+Demand is cumulative: the node says how many samples it has asked for since it joined, the buffer knows how many it
+granted. A lease is granted while at least one asked-for sample is outstanding, and covers the whole group, so `granted`
+may pass `wanted` by G - 1, and the node is then passed over until it has asked for more. (Waiting for G outstanding
+samples instead would deadlock when G is larger than a node's slots.) Evaluation leases do not count: the node runs them
+within its evaluation share.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from async_rl.version import PolicyId
+
+NodeState = Literal["joining", "syncing", "ready", "gone"]
+
+
+class NodeView(NamedTuple):
+    """What `status` shows of a node."""
+
+    name: str
+    state: NodeState
+    slots: int
+    policy: PolicyId | None
+    leased_samples: int
+    wanted: int
+    granted: int
+    reason: str
+
+
+class Node:
+    __slots__ = (
+        "eval_open", "granted", "leased_samples", "leases", "name", "policy", "queued_under", "reason", "slots",
+        "state", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, name: str, slots: int, state: NodeState) -> None:
+        self.name = name
+        self.slots = slots
+        self.state = state
+        self.policy: PolicyId | None = None
+        self.wanted = 0
+        self.granted = 0
+        self.leases: set[int] = set()
+        self.leased_samples = 0
+        self.eval_open = 0
+        self.queued_under: int | None = None
+        self.reason = ""
+
+    @property
+    def version(self) -> int:
+        """What the node attested. Raises when it attested nothing: nothing may be decided by a guess."""
+        if self.policy is None:
+            raise ValueError(f"node {self.name} has attested no policy")
+        return self.policy.version
+
+    def view(self) -> NodeView:
+        return NodeView(
+            self.name, self.state, self.slots, self.policy, self.leased_samples, self.wanted, self.granted, self.reason
+        )
+
+
+class Nodes:
+    """All nodes by name, and those with unmet demand in queues by version, longest waiting first.
+
+    The newest version is served first: it is the freshest, and if its nodes may not have the lowest ticket no others
+    may, so one look decides. Each change costs O(log versions)."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+        self._queues: dict[int, OrderedDict[str, Node]] = {}
+        self._newest: list[int] = []  # heap of -version, one for each key of _queues
+        self._anything_registered = False
+
+    def get(self, name: str) -> Node | None:
+        """The node, unless unknown or gone."""
+        node = self._nodes.get(name)
+        return None if node is None or node.state == "gone" else node
+
+    def holder(self, name: str) -> Node:
+        """The node of an open lease, also while it is being lost."""
+        return self._nodes[name]
+
+    def joined(self, name: str, slots: int) -> Node:
+        """A node (again); close what an earlier one of that name held first."""
+        node = Node(name, slots, "syncing" if self._anything_registered else "joining")
+        self._nodes[name] = node
+        return node
+
+    def policy_registered(self) -> None:
+        if not self._anything_registered:
+            self._anything_registered = True
+            for node in self._nodes.values():
+                if node.state == "joining":
+                    node.state = "syncing"
+
+    def attested(self, node: Node, policy: PolicyId) -> None:
+        node.policy = policy
+        node.state = "ready"
+        self._file(node)
+
+    def wants(self, node: Node, total_samples: int) -> None:
+        node.wanted = max(node.wanted, total_samples)
+        self._file(node)
+
+    def granted(self, node: Node, samples: int) -> None:
+        """The node goes to the end of its queue, so that groups spread over the nodes."""
+        node.granted += samples
+        self._unfile(node)
+        self._file(node)
+
+    def lost(self, node: Node, reason: str) -> None:
+        self._unfile(node)
+        node.state = "gone"
+        node.reason = reason
+
+    def newest_waiting(self) -> int | None:
+        """The newest version that a node with unmet demand serves."""
+        while self._newest and not self._queues[-self._newest[0]]:
+            del self._queues[-heapq.heappop(self._newest)]
+        return -self._newest[0] if self._newest else None
+
+    def first_waiting(self, version: int) -> Node:
+        return next(iter(self._queues[version].values()))
+
+    def ready(self) -> Iterator[Node]:
+        return (node for node in self._nodes.values() if node.state == "ready")
+
+    def views(self) -> tuple[NodeView, ...]:
+        return tuple(node.view() for node in self._nodes.values())
+
+    def _file(self, node: Node) -> None:
+        """Into the queue of its version when it waits; a node that waits already keeps its place."""
+        version = node.version if node.state == "ready" and node.wanted > node.granted else None
+        if version == node.queued_under:
+            return
+        self._unfile(node)
+        if version is not None:
+            if version not in self._queues:
+                self._queues[version] = OrderedDict()
+                heapq.heappush(self._newest, -version)
+            self._queues[version][node.name] = node
+            node.queued_under = version
+
+    def _unfile(self, node: Node) -> None:
+        if node.queued_under is not None:
+            del self._queues[node.queued_under][node.name]
+            node.queued_under = None

@@ -1,0 +1,420 @@
+"""The replay buffer's rules in one place: `Replay.apply(event, now) -> effects`.
+
+This file only composes; each rule has a file of its own: admission (which ticket to which node), groups (what becomes
+of a ticket), order (which batch), capacity, leases, nodes, evaluation, ledger. Nothing here reads a clock or a socket.
+
+One group's life, with B = 2, K = 1:
+
+    NodeAttested(a, v0)                  a is ready
+    NodeWanted(a, 4)                     -> GrantLease(a, ticket 0), GrantLease(a, ticket 1), ... below (0 + 1 + 1) * 2
+    ResultArrived ... of ticket 0        held; with its last sample the group is ready
+    DrawRequested(0)                     remembered; when tickets 0 and 1 are ready -> LendBatch(0)
+    PolicyRegistered(v1), BatchConfirmed attempts trained, tickets spent, payloads freed
+    NodeAttested(a, v1)                  tickets below (1 + 1 + 1) * 2 may go to a
+
+The cost of an event is O(log resident) and does not depend on how many groups, leases or nodes there are, except where
+the event itself is about many (a node lost with its leases, a batch, the start of an evaluation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from async_rl.version import is_stale, oldest_version
+from async_rl.wire.messages import Lease, Progress
+from buffer.admission import may_lease
+from buffer.evaluation import Evaluations
+from buffer.events import (
+    AnyEvent,
+    BatchConfirmed,
+    CancelLease,
+    DrawRequested,
+    Effect,
+    EndRun,
+    EvalRequested,
+    GrantLease,
+    LendBatch,
+    NodeAttested,
+    NodeJoined,
+    NodeLost,
+    NodeWanted,
+    PolicyRegistered,
+    ResultArrived,
+    ResultRefused,
+    Resumed,
+    RunFinished,
+    Ticked,
+)
+from buffer.groups import Group, Groups, Held, batch_group
+from buffer.leases import EVAL_TICKET, Leases, OpenLease, eval_seed, train_seed
+from buffer.nodes import Node, Nodes, NodeView
+from buffer.results import Refusal, disposition_problem, owed_lease, why_refused
+from buffer.rules import Rules, rules_from_config
+from buffer.waiting import who_waits
+
+__all__ = ["Replay", "Rules", "rules_from_config"]
+
+
+class Replay:
+    """Owns all state of one run's buffer. Attributes are for reading; only `apply` changes them."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.groups = Groups(rules)
+        self.leases = Leases(rules.lease_timeout)
+        self.nodes = Nodes()
+        self.evaluations = Evaluations(rules.eval_share, rules.max_tries)
+        self.confirmed_batches = 0
+        self.lent: list[Group] | None = None
+        self.draw_pending = False
+        self.ended = ""
+        self._outside: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._policies: set[tuple[int, str]] = set()
+
+    # --- views -------------------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """Training attempts by place: issued, leased, ready, batched, trained, dropped.<reason>."""
+        return self.groups.ledger.counts()
+
+    @property
+    def eval_ledger(self) -> dict[str, int]:
+        """Evaluation attempts by place: issued, leased, evaluated, dropped.<reason>."""
+        return self.evaluations.ledger.counts()
+
+    @property
+    def outside(self) -> dict[str, int]:
+        """What changed nothing, by kind: late, unknown_attempt, wrong_node, unknown_node, unregistered_policy,
+        repeated_confirm."""
+        return dict(self._outside)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Results that closed their attempt as refused, by kind (their sum: dropped.refused before training)."""
+        return dict(self._refused)
+
+    @property
+    def ready_groups(self) -> int:
+        return self.groups.order.ready_groups
+
+    @property
+    def ready_bytes(self) -> int:
+        return self.groups.credit.ready_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.groups.credit.reserved_bytes
+
+    def nodes_view(self) -> dict[str, NodeView]:
+        return {view.name: view for view in self.nodes.views()}
+
+    def progress(self) -> Progress:
+        """What a checkpoint keeps. A batch that is lent and not confirmed counts as undrawn. O(resident groups)."""
+        return Progress(
+            next_ticket=self.groups.queue.next_ticket,
+            open_tickets=self.groups.open_tickets(),
+            confirmed_batches=self.confirmed_batches,
+            next_lease=self.leases.next_lease,
+            ledger=self.ledger,
+            eval_ledger=self.eval_ledger,
+        )
+
+    def waiting(self, now: float) -> str:
+        """One sentence: who waits for whom."""
+        return who_waits(self, now)
+
+    # --- the one entry -----------------------------------------------------------------------------------------------
+
+    def apply(self, event: AnyEvent, now: float) -> list[Effect]:
+        """Take one event in, and say what to do. `now`: seconds, monotonic, never less than before."""
+        effects: list[Effect] = []
+        if self.ended and not isinstance(event, RunFinished):
+            self._after_end(event, effects)
+            return effects
+        self._handlers[type(event)](self, event, now, effects)
+        if self.groups.exhausted:
+            self._end(self.groups.exhausted, effects)
+        if not self.ended:
+            self._finish_evaluation(now, effects)
+            self._lend(effects)
+            self._lease_evaluation(now, effects)
+            self._lease_training(now, effects)
+        return effects
+
+    def _end(self, error: str, effects: list[Effect]) -> None:
+        """The run cannot go on: nothing is leased any more. What is open stays so until RunFinished closes it."""
+        if not self.ended:
+            self.ended = error
+            effects.append(EndRun(error))
+
+    def _after_end(self, event: AnyEvent, effects: list[Effect]) -> None:
+        if isinstance(event, ResultArrived):
+            self._outside["late"] += 1
+            effects.append(ResultRefused(event.node, event.lease, event.sample, "the run has ended"))
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _node_joined(self, event: NodeJoined, now: float, effects: list[Effect]) -> None:
+        earlier = self.nodes.get(event.node)
+        if earlier is not None:
+            self._lose(earlier, "the node joined again")
+        self.nodes.joined(event.node, event.slots)
+
+    def _node_attested(self, event: NodeAttested, now: float, effects: list[Effect]) -> None:
+        node = self._known(event.node)
+        if node is None:
+            return
+        if (event.policy.version, event.policy.digest) not in self._policies:
+            self._outside["unregistered_policy"] += 1
+            return
+        self.nodes.attested(node, event.policy)
+        self.evaluations.offer(node)
+
+    def _node_wanted(self, event: NodeWanted, now: float, effects: list[Effect]) -> None:
+        node = self._known(event.node)
+        if node is not None:
+            self.nodes.wants(node, event.total_samples)
+
+    def _node_lost(self, event: NodeLost, now: float, effects: list[Effect]) -> None:
+        node = self._known(event.node)
+        if node is not None:
+            self._lose(node, event.reason)
+
+    def _known(self, name: str) -> Node | None:
+        node = self.nodes.get(name)
+        if node is None:
+            self._outside["unknown_node"] += 1
+        return node
+
+    def _lose(self, node: Node, reason: str) -> None:
+        self.nodes.lost(node, reason)
+        for lease in sorted(node.leases):
+            self._take_back(self.leases.open[lease], "node_lost")
+        self.evaluations.withdraw(node)
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def _result_arrived(self, event: ResultArrived, now: float, effects: list[Effect]) -> None:
+        lease = owed_lease(event, self.leases)
+        if isinstance(lease, Refusal):
+            self._outside[lease.kind] += 1
+            effects.append(ResultRefused(event.node, event.lease, event.sample, lease.reason))
+            return
+        node = self._close(lease, event.sample)
+        refusal = why_refused(event, lease, self._policies)
+        if refusal is not None:
+            self._refused[refusal.kind] += 1
+            effects.append(ResultRefused(event.node, event.lease, event.sample, refusal.reason))
+        if lease.ticket == EVAL_TICKET:
+            self._close_evaluated(event, lease, node, refusal)
+        else:
+            self._close_trained(event, lease, refusal)
+
+    def _close_trained(self, event: ResultArrived, lease: OpenLease, refusal: Refusal | None) -> None:
+        groups, ticket, attempt = self.groups, lease.ticket, (lease.lease, event.sample)
+        if refusal is not None:
+            groups.fail(ticket, *attempt, "refused", f"{refusal.reason} (from {event.node})")
+        elif event.status == "env_failed":
+            groups.fail(ticket, *attempt, "env_failed", f"on {event.node}")
+        elif event.status == "aborted":
+            groups.give_back(ticket, *attempt, "cancelled")
+        else:
+            oldest = oldest_version(event.versions)
+            if is_stale(self.confirmed_batches, oldest, self.rules.max_staleness):
+                groups.give_back(ticket, *attempt, "stale")  # saves work, as the sweep does
+            else:
+                groups.accept(ticket, event.sample, Held(lease.lease, event.reward, oldest, event.payload))
+
+    def _close_evaluated(self, event: ResultArrived, lease: OpenLease, node: Node, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            self.evaluations.dropped(node, lease.lease, lease.instance, "refused")
+        elif event.status == "ok":
+            self.evaluations.evaluated(node, lease.lease, event.reward)
+        else:
+            reason = "env_failed" if event.status == "env_failed" else "cancelled"
+            self.evaluations.dropped(node, lease.lease, lease.instance, reason)
+
+    # --- closing leases ----------------------------------------------------------------------------------------------
+
+    def _close(self, lease: OpenLease, sample: int) -> Node:
+        """The node owes this sample no more."""
+        node = self.nodes.holder(lease.node)
+        node.leased_samples -= 1
+        if self.leases.close_sample(lease, sample):
+            node.leases.remove(lease.lease)
+        return node
+
+    def _take_back(self, lease: OpenLease, why: Literal["node_lost", "cancelled"]) -> None:
+        """Close all that the lease still owes; it is leased again."""
+        for sample in sorted(lease.samples):
+            node = self._close(lease, sample)
+            if lease.ticket == EVAL_TICKET:
+                self.evaluations.dropped(node, lease.lease, lease.instance, why)
+            else:
+                self.groups.give_back(lease.ticket, lease.lease, sample, why)
+
+    def _cancel(self, lease: OpenLease, reason: str, effects: list[Effect]) -> None:
+        self._take_back(lease, "cancelled")
+        effects.append(CancelLease(lease.node, lease.lease, reason))
+
+    def _ticked(self, event: Ticked, now: float, effects: list[Effect]) -> None:
+        for lease in self.leases.expired(now):
+            self._cancel(lease, f"not delivered within {self.rules.lease_timeout:g} s", effects)
+
+    # --- granting leases ---------------------------------------------------------------------------------------------
+
+    def _lease_training(self, now: float, effects: list[Effect]) -> None:
+        """Lowest ticket to the newest waiting node, until one of ticket, node, version or credit is lacking."""
+        rules, queue, nodes = self.rules, self.groups.queue, self.nodes
+        while True:
+            ticket, version = queue.lowest(), nodes.newest_waiting()
+            if ticket is None or version is None or not may_lease(ticket, version, rules.lead, rules.groups_per_step):
+                return
+            if not self.groups.has_credit(ticket):
+                return
+            node = nodes.first_waiting(version)
+            group, samples = self.groups.lease_lowest()
+            lease = self.leases.grant(node.name, ticket, group.instance, samples, version, now)
+            for sample in samples:
+                self.groups.ledger.issue((lease.lease, sample))
+            node.leases.add(lease.lease)
+            node.leased_samples += len(samples)
+            nodes.granted(node, len(samples))
+            retries = group.retries
+            seeds = tuple(
+                train_seed(rules.run_seed, ticket, group.try_, sample, retries.get(sample, 0)) for sample in samples
+            )
+            message = Lease(
+                lease.lease, ticket, group.try_, group.instance, "train", tuple(samples), seeds, version, rules.sampling
+            )  # fmt: skip
+            effects.append(GrantLease(node.name, message))
+
+    def _lease_evaluation(self, now: float, effects: list[Effect]) -> None:
+        self.evaluations.start_next(now, self.nodes.ready())
+        while (grant := self.evaluations.next_grant()) is not None and self.evaluations.current is not None:
+            node, instance, try_ = grant
+            policy, sampling = self.evaluations.current.policy, self.evaluations.current.sampling
+            lease = self.leases.grant(node.name, EVAL_TICKET, instance, (0,), policy.version, now, policy)
+            node.leases.add(lease.lease)
+            node.leased_samples += 1
+            self.evaluations.granted(node, lease.lease)
+            seeds = (eval_seed(self.rules.run_seed, instance, try_),)
+            message = Lease(
+                lease.lease, EVAL_TICKET, try_, instance, "eval", (0,), seeds, policy.version, sampling, policy
+            )  # fmt: skip
+            effects.append(GrantLease(node.name, message))
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _eval_requested(self, event: EvalRequested, now: float, effects: list[Effect]) -> None:
+        if (event.policy.version, event.policy.digest) not in self._policies:
+            self._end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
+        else:
+            self.evaluations.request(event)
+
+    def _finish_evaluation(self, now: float, effects: list[Effect]) -> None:
+        if self.evaluations.due(now) and self.evaluations.current is not None:
+            for lease in sorted(self.evaluations.current.leases):
+                self._cancel(self.leases.open[lease], "the evaluation's time is over", effects)
+            effects.append(self.evaluations.finish(now))
+
+    # --- the trainer -------------------------------------------------------------------------------------------------
+
+    def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
+        self._policies.add((event.policy.version, event.policy.digest))
+        self.nodes.policy_registered()
+
+    def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:
+        if event.for_version != self.confirmed_batches:
+            self._end(
+                f"the trainer draws for version {event.for_version}, but {self.confirmed_batches} batches are "
+                "confirmed: trainer and buffer are not in the same run",
+                effects,
+            )
+        elif event.for_version >= self.rules.steps:
+            self._end(f"the trainer draws for version {event.for_version}, beyond the run's last step", effects)
+        else:
+            self.draw_pending = True
+
+    def _lend(self, effects: list[Effect]) -> None:
+        """Serve a remembered draw: the batch lent already, unchanged, else the next one when it is complete."""
+        if not self.draw_pending:
+            return
+        if self.lent is None:
+            self.lent = self.groups.draw()
+        if self.lent is not None:
+            self.draw_pending = False
+            payloads = tuple(group.good[sample].payload for group in self.lent for sample in sorted(group.good))
+            lent = tuple(map(batch_group, self.lent))
+            effects.append(LendBatch(self.confirmed_batches, self.confirmed_batches, lent, payloads))
+
+    def _batch_confirmed(self, event: BatchConfirmed, now: float, effects: list[Effect]) -> None:
+        if event.batch < self.confirmed_batches:
+            self._outside["repeated_confirm"] += 1
+            return
+        if self.lent is None or event.batch != self.confirmed_batches:
+            lent = "none is lent" if self.lent is None else f"batch {self.confirmed_batches} is lent"
+            self._end(f"the trainer confirms batch {event.batch}, but {lent}", effects)
+            return
+        owed = {(held.lease, sample) for group in self.lent for sample, held in group.good.items()}
+        problem = disposition_problem(event.dispositions, owed)
+        if problem:
+            self._end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
+            return
+        for item in event.dispositions:
+            end = "trained" if item.outcome == "trained" else f"dropped.{item.outcome}"
+            self.groups.ledger.move((item.lease, item.sample), "batched", end)
+        self.groups.spend(self.lent)
+        self.lent = None
+        self.confirmed_batches += 1
+        self.groups.sweep(self.confirmed_batches)
+
+    # --- the ends ----------------------------------------------------------------------------------------------------
+
+    def _resumed(self, event: Resumed, now: float, effects: list[Effect]) -> None:
+        progress = event.progress
+        spent = progress.next_ticket - len(progress.open_tickets)
+        if self.leases.next_lease or self.confirmed_batches:
+            self._end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
+        elif spent != progress.confirmed_batches * self.rules.groups_per_step:
+            self._end(
+                f"the checkpoint has {spent} spent tickets after {progress.confirmed_batches} batches, but "
+                f"buffer.groups_per_step is {self.rules.groups_per_step}: it belongs to another configuration",
+                effects,
+            )
+        else:
+            self.groups.resume(progress)
+            self.evaluations.ledger.resume(progress.eval_ledger)
+            self.confirmed_batches = progress.confirmed_batches
+            self.leases.next_lease = progress.next_lease
+
+    def _run_finished(self, event: RunFinished, now: float, effects: list[Effect]) -> None:
+        self.ended = self.ended or event.reason or "the run has finished"
+        for lease in list(self.leases.open.values()):
+            self._cancel(lease, event.reason, effects)
+        for group in self.lent or []:
+            for sample, held in group.good.items():
+                self.groups.ledger.move((held.lease, sample), "batched", "dropped.cancelled")
+            group.good.clear()
+        self.lent, self.draw_pending = None, False
+        self.groups.close()
+        self.evaluations.close()
+
+    _handlers: ClassVar[dict[type, Callable[[Any, Any, float, list[Effect]], None]]] = {
+        NodeJoined: _node_joined,
+        NodeAttested: _node_attested,
+        NodeWanted: _node_wanted,
+        NodeLost: _node_lost,
+        ResultArrived: _result_arrived,
+        PolicyRegistered: _policy_registered,
+        DrawRequested: _draw_requested,
+        BatchConfirmed: _batch_confirmed,
+        EvalRequested: _eval_requested,
+        Resumed: _resumed,
+        Ticked: _ticked,
+        RunFinished: _run_finished,
+    }

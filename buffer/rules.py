@@ -1,0 +1,55 @@
+"""The plain numbers that decide everything in the replay buffer, and where they come from."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from async_rl.config import Config, group_bytes, lead
+from async_rl.wire.messages import SamplingParams
+
+OnShortGroup = Literal["retry", "drop", "accept"]
+ZeroVariance = Literal["keep", "refill"]
+
+
+class Rules(NamedTuple):
+    """One run's numbers: B = groups_per_step, G = group_size, K = max_staleness, K_a = lead, W = window.
+
+    There is no separate name for the order: `fifo` is a window of 1 (see buffer.order). Times are in seconds."""
+
+    run_seed: int
+    steps: int
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    lead: int
+    window: int
+    on_short_group: OnShortGroup
+    zero_variance: ZeroVariance
+    max_tries: int
+    capacity_bytes: int
+    group_bytes: int
+    lease_timeout: float
+    eval_share: float
+    sampling: SamplingParams
+
+
+def rules_from_config(config: Config) -> Rules:
+    """What the buffer needs of a checked configuration."""
+    buffer, inference = config.buffer, config.inference
+    return Rules(
+        run_seed=config.run.seed,
+        steps=config.run.steps,
+        groups_per_step=buffer.groups_per_step,
+        group_size=buffer.group_size,
+        max_staleness=buffer.max_staleness,
+        lead=lead(config),
+        window=1 if buffer.order == "fifo" else buffer.window,
+        on_short_group=buffer.on_short_group,
+        zero_variance=buffer.zero_variance,
+        max_tries=buffer.max_tries,
+        capacity_bytes=buffer.capacity_bytes,
+        group_bytes=group_bytes(config),
+        lease_timeout=buffer.lease_timeout,
+        eval_share=inference.eval_share,
+        sampling=SamplingParams(inference.temperature, inference.max_new_tokens),
+    )

@@ -1,0 +1,380 @@
+"""The replay buffer as a process: one ROUTER socket, one thread, the pure rules in the middle.
+
+Messages become events, effects become messages; everything that decides lives in `buffer.replay`. What belongs to
+the service alone: who may take part (fingerprints), the fate of the run (a lost trainer ends it, a lost node does
+not), and the numbers that only a clock can give (push latency).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from async_rl.errors import AsyncRLError
+from async_rl.fingerprint import difference
+from async_rl.run.process import PoolContext, pool_main
+from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
+from async_rl.version import PolicyId
+from async_rl.wire.link import PeerJoined, PeerLost, Received, Server
+from async_rl.wire.messages import (
+    BLOB_BYTES,
+    Batch,
+    Cancel,
+    Confirm,
+    Confirmed,
+    Draw,
+    EvalRequest,
+    EvalResult,
+    Final,
+    Finish,
+    Lease,
+    Leases,
+    NodeReady,
+    NodeServing,
+    NodeStatus,
+    NodeTrouble,
+    NodeWants,
+    PolicyPublished,
+    Results,
+    Status,
+    StatusRequest,
+    Stop,
+    TrainerReady,
+)
+from buffer import events
+from buffer.replay import Replay, rules_from_config
+
+log = logging.getLogger("buffer")
+
+TICK_S = 0.25  # how often deadlines are looked at
+POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
+PARTING_S = 5.0  # how long the peers have to say goodbye after the end
+NIL = msgspec.Raw(b"\xc0")  # stands in a list for a trajectory that follows as a blob
+STATUS_PUSHES = 4096  # the newest push latencies kept for the summary
+
+
+class RunFailed(AsyncRLError):
+    """The run cannot go on."""
+
+
+class Service:
+    """`serve()` returns when the run is over, and raises RunFailed when it failed."""
+
+    def __init__(self, context: PoolContext, server: Server, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = context.config
+        self._server = server
+        self._clock = clock
+        self._stopping = context.stopping
+        self._replay = Replay(rules_from_config(context.config))
+        self._started = clock()
+        self._reference: dict[str, str] | None = None
+        self._trainer: str | None = None
+        self._ready: dict[str, NodeReady] = {}  # what each node said it is
+        self._admitted: set[str] = set()
+        self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
+        self._wants: dict[str, NodeWants] = {}
+        self._published_at: dict[PolicyId, float] = {}
+        self._newest: PolicyId | None = None
+        self._push_ms: list[float] = []
+        self._trouble = 0
+        self._finished: Finish | None = None
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        next_tick = self._clock() + TICK_S
+        while self._finished is None:
+            if self._stopping.is_set():
+                self._stop_everyone("the buffer was told to stop", "the buffer was told to stop")
+                self._part()
+                return
+            for event in self._server.poll(POLL_S):
+                self._handle(event)
+            if self._clock() >= next_tick:
+                self._apply(events.Ticked())
+                next_tick = self._clock() + TICK_S
+        self._part()
+        if self._finished.error:
+            raise RunFailed(self._finished.error)
+
+    def _handle(self, event: Received | PeerJoined | PeerLost) -> None:
+        if isinstance(event, PeerLost):
+            self._on_lost(event)
+        elif isinstance(event, Received):
+            handler = self._handlers.get((type(event.message), self._server.peers.get(event.peer)))
+            if handler is None:
+                log.warning("%s sent %s, which is not for it to send", event.peer, type(event.message).__name__)
+            else:
+                handler(self, event)
+
+    def _apply(self, event: events.AnyEvent) -> None:
+        """The only way into the rules. A journal would append `event` here, before anything is acknowledged."""
+        self._carry_out(self._replay.apply(event, self._clock()))
+
+    def _apply_for_node(self, node: str, event: events.AnyEvent) -> None:
+        """Hold what a node says until the trainer's fingerprint has admitted it."""
+        if node in self._admitted:
+            self._apply(event)
+        else:
+            self._held[node].append(event)
+
+    # --- who takes part ----------------------------------------------------------------------------------------------
+
+    def _on_node_ready(self, received: Received) -> None:
+        self._ready[received.peer] = received.message
+        if self._reference is None:
+            log.info("node %s waits in joining: the trainer is not here yet", received.peer)
+        else:
+            self._admit(received.peer)
+
+    def _admit(self, node: str) -> None:
+        ready = self._ready[node]
+        differs = difference(self._reference or {}, ready.fingerprint)
+        if differs:
+            log.error("node %s refused: its set-up is not the trainer's: %s", node, differs)
+            self._server.disconnect(node, f"its set-up is not the trainer's: {differs}")
+            self._forget(node)
+            return
+        log.info("node %s joins (%s, %d slots)", node, ready.engine, ready.slots)
+        self._admitted.add(node)
+        self._apply(events.NodeJoined(node, ready.slots))
+        for event in self._held.pop(node, []):
+            self._apply(event)
+
+    def _on_trainer_ready(self, received: Received) -> None:
+        if self._trainer is not None and self._trainer != received.peer:
+            self._server.disconnect(received.peer, f"this run has a trainer already: {self._trainer}")
+            return
+        message: TrainerReady = received.message
+        self._trainer, self._reference = received.peer, message.fingerprint
+        log.info("trainer %s is here", received.peer)
+        if message.progress is not None:
+            self._apply(events.Resumed(message.progress))
+        for node in list(self._ready):
+            self._admit(node)
+
+    def _on_lost(self, lost: PeerLost) -> None:
+        if lost.role == "node":
+            log.warning("node %s is gone: %s", lost.peer, lost.reason)
+            if lost.peer in self._admitted:
+                self._apply(events.NodeLost(lost.peer, lost.reason))
+            self._forget(lost.peer)
+        elif lost.role == "trainer" and lost.peer == self._trainer and self._finished is None:
+            error = f"the trainer {lost.peer} is gone: {lost.reason}"
+            self._stop_everyone(error, error)
+
+    def _forget(self, node: str) -> None:
+        self._admitted.discard(node)
+        for table in (self._ready, self._held, self._wants):
+            table.pop(node, None)
+
+    # --- what nodes say ----------------------------------------------------------------------------------------------
+
+    def _on_serving(self, received: Received) -> None:
+        message: NodeServing = received.message
+        published = self._published_at.get(message.policy)
+        if published is not None:
+            self._push_ms.append((self._clock() - published) * 1e3)
+            del self._push_ms[:-STATUS_PUSHES]
+        self._apply_for_node(received.peer, events.NodeAttested(received.peer, message.policy))
+
+    def _on_wants(self, received: Received) -> None:
+        self._wants[received.peer] = received.message
+        self._apply_for_node(received.peer, events.NodeWanted(received.peer, received.message.total_samples))
+
+    def _on_trouble(self, received: Received) -> None:
+        message: NodeTrouble = received.message
+        self._trouble += 1
+        log.error("node %s could not load policy %s: %s", received.peer, message.policy.short(), message.error)
+
+    def _on_results(self, received: Received) -> None:
+        message: Results = received.message
+        blobs = iter(received.blobs)
+        for raw in message.trajectories:
+            payload = bytes(next(blobs, b"")) if bytes(raw) == b"\xc0" else bytes(raw)
+            event = self._result_event(received.peer, payload)
+            if event is not None:
+                self._apply_for_node(received.peer, event)
+
+    def _result_event(self, node: str, payload: bytes) -> events.ResultArrived | None:
+        """Read the head of a trajectory; its arrays stay packed. What cannot be read at all names no attempt, so it
+        can only be counted."""
+        try:
+            trajectory = decode_trajectory(payload)
+        except msgspec.MsgspecError as error:
+            log.error("node %s sent a trajectory that cannot be decoded: %s", node, error)
+            self._trouble += 1
+            return None
+        problem = ""
+        try:
+            check_header(trajectory)
+        except TrajectoryError as error:
+            problem = str(error)
+        return events.ResultArrived(
+            node=node,
+            lease=trajectory.lease,
+            sample=trajectory.sample,
+            status=trajectory.status,
+            reward=trajectory.reward,
+            versions=trajectory.versions,
+            n_tokens=trajectory.n_tokens,
+            payload=payload,
+            problem=problem,
+        )
+
+    # --- what the trainer says ---------------------------------------------------------------------------------------
+
+    def _on_published(self, received: Received) -> None:
+        policy: PolicyId = received.message.policy
+        self._newest = policy
+        self._published_at[policy] = self._clock()
+        for old in list(self._published_at)[: -self._config.buffer.max_staleness - 2]:
+            del self._published_at[old]
+        self._apply(events.PolicyRegistered(policy))
+
+    def _on_draw(self, received: Received) -> None:
+        self._apply(events.DrawRequested(received.message.for_version))
+
+    def _on_confirm(self, received: Received) -> None:
+        message: Confirm = received.message
+        self._apply(events.BatchConfirmed(message.batch, message.dispositions))
+        self._server.send(received.peer, Confirmed(message.batch, self._replay.progress()))
+
+    def _on_eval(self, received: Received) -> None:
+        message: EvalRequest = received.message
+        self._apply(events.EvalRequested(message.policy, message.n, message.sampling, message.timeout_s))
+
+    def _on_finish(self, received: Received) -> None:
+        message: Finish = received.message
+        self._apply(events.RunFinished(message.reason))
+        self._server.send(received.peer, Final(self.status()))
+        self._stop_everyone(message.reason, message.error)
+
+    def _on_status(self, received: Received) -> None:
+        self._server.send(received.peer, self.status())
+
+    # --- what the rules decide ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Sequence[events.Effect]) -> None:
+        grants: dict[str, list[Lease]] = defaultdict(list)
+        for effect in effects:
+            match effect:
+                case events.GrantLease(node, lease):
+                    grants[node].append(lease)
+                case events.CancelLease(node, lease_id, reason):
+                    if node in self._server.peers:
+                        self._server.send(node, Cancel((lease_id,), reason))
+                case events.LendBatch():
+                    self._lend(effect)
+                case events.EvalFinished(policy, n, mean, cancelled, seconds):
+                    self._to_trainer(EvalResult(policy, n, mean, cancelled, seconds))
+                case events.ResultRefused(node, lease_id, sample, reason):
+                    log.info("result %d/%d of %s refused: %s", lease_id, sample, node, reason)
+                case events.EndRun(error):
+                    self._stop_everyone(error, error)
+        for node, leases in grants.items():
+            self._server.send(node, Leases(tuple(leases)))
+
+    def _lend(self, lend: events.LendBatch) -> None:
+        """Forward the payloads as they came: small ones inside the message, large ones as frames of their own."""
+        inline = tuple(msgspec.Raw(payload) if len(payload) <= BLOB_BYTES else NIL for payload in lend.payloads)
+        blobs = [payload for payload in lend.payloads if len(payload) > BLOB_BYTES]
+        self._to_trainer(Batch(lend.batch, lend.for_version, lend.groups, inline), blobs)
+
+    def _to_trainer(self, message: Batch | EvalResult, blobs: Sequence[bytes] = ()) -> None:
+        if self._trainer is not None and self._trainer in self._server.peers:
+            self._server.send(self._trainer, message, blobs)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _stop_everyone(self, reason: str, error: str = "") -> None:
+        for peer in list(self._server.peers):
+            self._server.send(peer, Stop(reason, error))
+        if self._finished is None:
+            self._finished = Finish(reason, error)
+
+    def _part(self) -> None:
+        """Stay until everyone has read the news and left, or PARTING_S is over."""
+        deadline = self._clock() + PARTING_S
+        while self._server.peers and self._clock() < deadline:
+            for event in self._server.poll(POLL_S):
+                if isinstance(event, Received) and isinstance(event.message, StatusRequest):
+                    self._on_status(event)
+
+    def status(self) -> Status:
+        replay, now = self._replay, self._clock()
+        nodes = tuple(self._node_status(name) for name in sorted(self._ready))
+        outside = dict(replay.outside)
+        if self._trouble:
+            outside["trouble"] = self._trouble
+        return Status(
+            uptime_s=now - self._started,
+            nodes=nodes,
+            trainer=self._trainer or "",
+            newest=self._newest,
+            confirmed_batches=replay.confirmed_batches,
+            steps=self._config.run.steps,
+            ledger=dict(replay.ledger),
+            eval_ledger=dict(replay.eval_ledger),
+            outside=outside,
+            ready_groups=replay.ready_groups,
+            ready_bytes=replay.ready_bytes,
+            reserved_bytes=replay.reserved_bytes,
+            waiting=replay.waiting(now) if self._trainer else "the buffer waits for a trainer to join",
+            push_ms=tuple(self._push_ms),
+            bound=self._config.buffer.max_staleness,
+        )
+
+    def _node_status(self, name: str) -> NodeStatus:
+        ready, wants = self._ready[name], self._wants.get(name)
+        view = self._replay.nodes_view().get(name)
+        return NodeStatus(
+            name=name,
+            state=view.state if view else "joining",
+            engine=ready.engine,
+            slots=ready.slots,
+            policy=view.policy if view else None,
+            leased_samples=view.leased_samples if view else 0,
+            busy_fraction=wants.busy_s / wants.alive_s if wants and wants.alive_s else 0.0,
+            sampled_tokens=wants.sampled_tokens if wants else 0,
+        )
+
+    _handlers: dict[tuple[type, str | None], Callable[[Service, Received], None]] = {
+        (NodeReady, "node"): _on_node_ready,
+        (NodeServing, "node"): _on_serving,
+        (NodeWants, "node"): _on_wants,
+        (NodeTrouble, "node"): _on_trouble,
+        (Results, "node"): _on_results,
+        (TrainerReady, "trainer"): _on_trainer_ready,
+        (PolicyPublished, "trainer"): _on_published,
+        (Draw, "trainer"): _on_draw,
+        (Confirm, "trainer"): _on_confirm,
+        (EvalRequest, "trainer"): _on_eval,
+        (Finish, "trainer"): _on_finish,
+        (StatusRequest, "trainer"): _on_status,
+        (StatusRequest, "tool"): _on_status,
+    }
+
+
+def body(context: PoolContext) -> None:
+    directory = context.directory
+    server = Server(
+        directory.endpoint,
+        run=directory.run_id,
+        token=directory.token,
+        name=context.name,
+        heartbeat_s=context.config.buffer.heartbeat,
+    )
+    log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
+    try:
+        Service(context, server).serve()
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    pool_main(__file__, body)

@@ -1,0 +1,205 @@
+"""The policy store: keeps policy files whole, announces them, and serves them in chunks to whoever asks.
+
+The files are opaque here (no torch). A policy is durable before it is announced: written under a temporary name,
+fsynced, renamed, and only then entered in `index.jsonl`. What is kept: every version that a trajectory within the
+staleness bound may still need, and what evaluation has pinned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from async_rl.run.process import PoolContext, pool_main
+from async_rl.version import PolicyId
+from async_rl.wire.link import PeerJoined, PeerLost, Received, Server
+from async_rl.wire.messages import Announce, Chunk, Finish, Message, PinPolicy, Pull, Stop, Stored, Upload
+
+log = logging.getLogger("store")
+
+POLL_S = 0.1
+PARTING_S = 5.0
+MAX_CHUNK_BYTES = 16 << 20
+
+
+class StoredPolicy(NamedTuple):
+    policy: PolicyId
+    kind: str
+    size: int
+    sha256: str
+    order: int
+
+
+def expired(stored: Sequence[StoredPolicy], pins: Iterable[PolicyId], max_staleness: int) -> list[StoredPolicy]:
+    """The retention rule: keep what is at most max_staleness + 1 behind the newest *announced* version (one more than
+    the bound, for a node whose pull began before the newest arrived), the newest itself, and what is pinned."""
+    if not stored:
+        return []
+    newest = max(stored, key=lambda entry: entry.order)
+    pinned = set(pins)
+    return [
+        entry
+        for entry in stored
+        if entry is not newest
+        and entry.policy not in pinned
+        and entry.policy.version < newest.policy.version - max_staleness - 1
+    ]
+
+
+class PolicyFiles:
+    """The files and their index. All methods are synchronous; `add` returns when the policy is durable."""
+
+    def __init__(self, folder: Path, run: str, max_staleness: int) -> None:
+        self._folder = folder
+        self._run = run
+        self._max_staleness = max_staleness
+        self._stored: dict[PolicyId, StoredPolicy] = {}
+        self._pins: set[PolicyId] = set()
+        self._order = 0
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Left by an earlier session: a trainer that resumes publishes again what it starts from.
+        for leftover in (*folder.glob("*.policy"), *folder.glob("*.part")):
+            leftover.unlink()
+
+    @property
+    def newest(self) -> StoredPolicy | None:
+        return max(self._stored.values(), key=lambda entry: entry.order, default=None)
+
+    def get(self, policy: PolicyId) -> StoredPolicy | None:
+        return self._stored.get(policy)
+
+    def add(self, upload: Upload, data: memoryview) -> StoredPolicy:
+        """Raises ValueError when the bytes are not those announced; the same policy again is stored once."""
+        if data.nbytes != upload.size or hashlib.sha256(data).hexdigest() != upload.sha256:
+            raise ValueError(f"policy {upload.policy.short()}: the bytes received are not those announced")
+        self._order += 1
+        entry = StoredPolicy(upload.policy, upload.kind, upload.size, upload.sha256, self._order)
+        path = self._path(upload.policy)
+        partial = path.with_suffix(".part")
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        with (self._folder / "index.jsonl").open("a") as index:
+            index.write(json.dumps([self._run, *msgspec.to_builtins(entry)]) + "\n")
+            index.flush()
+            os.fsync(index.fileno())
+        self._stored[upload.policy] = entry
+        self._sweep()
+        return entry
+
+    def read(self, policy: PolicyId, offset: int, count: int) -> bytes | None:
+        """Up to `count` bytes of a policy's file, or None when it is not kept (any more)."""
+        if policy not in self._stored:
+            return None
+        with self._path(policy).open("rb") as file:
+            file.seek(offset)
+            return file.read(min(count, MAX_CHUNK_BYTES))
+
+    def pin(self, policy: PolicyId, pinned: bool) -> None:
+        (self._pins.add if pinned else self._pins.discard)(policy)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for entry in expired(list(self._stored.values()), self._pins, self._max_staleness):
+            del self._stored[entry.policy]
+            self._path(entry.policy).unlink(missing_ok=True)
+
+    def _path(self, policy: PolicyId) -> Path:
+        """Name, version and digest were checked when the message was decoded, so this stays inside the folder."""
+        return self._folder / f"{policy.version}-{policy.digest}.policy"
+
+
+class StoreService:
+    def __init__(self, context: PoolContext, server: Server, files: PolicyFiles) -> None:
+        self._stopping = context.stopping
+        self._server = server
+        self._files = files
+
+    def serve(self) -> None:
+        while not self._stopping.is_set():
+            for event in self._server.poll(POLL_S):
+                if isinstance(event, PeerJoined) and event.role == "node":
+                    self._greet(event.peer)
+                elif isinstance(event, Received):
+                    if isinstance(event.message, Finish):
+                        self._part()
+                        return
+                    self._handle(event)
+                elif isinstance(event, PeerLost) and event.role == "trainer":
+                    log.warning("the trainer is gone: %s", event.reason)
+
+    def _greet(self, node: str) -> None:
+        """A joiner hears of the newest policy at once: it serves the current version before its first token."""
+        newest = self._files.newest
+        if newest is not None:
+            self._server.send(node, Announce(*newest))
+
+    def _handle(self, received: Received) -> None:
+        message: Message = received.message
+        role = self._server.peers.get(received.peer)
+        if isinstance(message, Upload) and role == "trainer":
+            self._on_upload(received.peer, message, received.blobs)
+        elif isinstance(message, PinPolicy) and role == "trainer":
+            self._files.pin(message.policy, message.pinned)
+        elif isinstance(message, Pull):
+            self._on_pull(received.peer, message)
+        else:
+            log.warning("%s sent %s, which is not for it to send", received.peer, type(message).__name__)
+
+    def _on_upload(self, peer: str, upload: Upload, blobs: Sequence[memoryview]) -> None:
+        try:
+            entry = self._files.add(upload, blobs[0] if blobs else memoryview(b""))
+        except ValueError as error:
+            log.error("%s", error)
+            self._server.disconnect(peer, str(error))
+            return
+        for node, role in list(self._server.peers.items()):
+            if role == "node":
+                self._server.send(node, Announce(*entry))
+        self._server.send(peer, Stored(upload.policy))
+
+    def _on_pull(self, peer: str, pull: Pull) -> None:
+        entry = self._files.get(pull.policy)
+        data = self._files.read(pull.policy, pull.offset, pull.count) if entry else None
+        if entry is None or data is None:
+            self._server.send(peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)"))
+        else:
+            self._server.send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
+
+    def _part(self) -> None:
+        for peer in list(self._server.peers):
+            self._server.send(peer, Stop("the run is over"))
+        for _ in range(int(PARTING_S / POLL_S)):
+            if not self._server.peers:
+                return
+            self._server.poll(POLL_S)
+
+
+def body(context: PoolContext) -> None:
+    directory = context.directory
+    server = Server(
+        directory.store_endpoint,
+        run=directory.run_id,
+        token=directory.token,
+        name=context.name,
+        heartbeat_s=context.config.buffer.heartbeat,
+    )
+    log.info("policy store listens at %s", server.endpoint)
+    files = PolicyFiles(directory.adapters / "store", directory.run_id, context.config.buffer.max_staleness)
+    try:
+        StoreService(context, server, files).serve()
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    pool_main(__file__, body)

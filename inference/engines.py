@@ -1,0 +1,39 @@
+"""The engines by name; a new one is a file and an entry here. Only the chosen engine's dependencies are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError
+from inference.engine import Engine
+
+
+def _torch(config: Config, model_path: Path) -> Engine:
+    from inference.torch_engine import TorchEngine
+
+    inference = config.inference
+    return TorchEngine(
+        model_path,
+        slots=inference.slots,
+        max_context=inference.max_context,
+        max_resident=inference.max_resident,
+        device=config.model.device,
+        dtype=config.model.dtype if inference.dtype == "auto" else inference.dtype,
+    )
+
+
+ENGINES: dict[str, Callable[[Config, Path], Engine]] = {"torch": _torch}
+
+
+def make_engine(config: Config, model_path: Path) -> Engine:
+    """Build the configured engine. Raises AsyncRLError when it cannot do what the config asks for."""
+    engine = ENGINES[config.inference.engine](config, model_path)
+    offered = engine.capabilities.in_flight
+    if config.inference.in_flight not in offered:
+        raise AsyncRLError(
+            f'[inference] in_flight = "{config.inference.in_flight}": engine "{config.inference.engine}" offers only '
+            f"{', '.join(sorted(offered))}"
+        )
+    return engine

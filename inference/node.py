@@ -1,0 +1,259 @@
+"""The inference node: leases in, trajectories out, policies swapped in between.
+
+One thread samples and decides; links, the policy puller and the scoring worker have threads or processes of their
+own and put what they have into one inbox:
+
+    inbox ─ Leases, Cancel, Stop (from the buffer) · PolicyFetched (from the store) · Scored (from the scoring worker)
+      │
+      └─> serving.advance ─> engine.step ─> completions ─> scoring ─> trajectories ─> buffer
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from async_rl.errors import AsyncRLError
+from async_rl.fingerprint import fingerprint
+from async_rl.run.model_cache import model_path
+from async_rl.run.process import PoolContext, pool_main
+from async_rl.tasks.registry import load_task
+from async_rl.trajectory import Trajectory, encode_trajectory
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, LinkError, Received
+from async_rl.wire.messages import (
+    BLOB_BYTES,
+    COALESCE_BYTES,
+    Cancel,
+    Lease,
+    Leases,
+    NodeReady,
+    NodeServing,
+    NodeTrouble,
+    NodeWants,
+    Results,
+    Stop,
+)
+from inference.engine import Completion, Engine, EngineError
+from inference.engines import make_engine
+from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
+from inference.rollout import RolloutBook, ToScore
+from inference.scoring import Scored, Scorer
+from inference.serving import Flipped, Serving
+
+log = logging.getLogger("node")
+
+IDLE_S = 0.05  # how long an idle node sleeps on its inbox
+REPORT_S = 0.5  # how often an idle node repeats its numbers
+NIL = msgspec.Raw(b"\xc0")
+
+
+class Node:
+    """`work()` returns when the run is over. Raises LinkError when the buffer or the store is lost for good."""
+
+    def __init__(
+        self, context: PoolContext, engine: Engine, book: RolloutBook, buffer: Client, puller: PolicyPuller,
+        scorer: Scorer, inbox: queue.SimpleQueue[object],
+    ) -> None:  # fmt: skip
+        config = context.config.inference
+        self._stopping = context.stopping
+        self._engine = engine
+        self._book = book
+        self._buffer = buffer
+        self._scorer = scorer
+        self._inbox = inbox
+        self._serving = Serving(engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble)
+        # A few more samples than slots are asked for, so that a freed slot need not wait for a lease to arrive.
+        self._samples_ahead = config.slots + max(context.config.buffer.group_size, config.slots // 4)
+        self._wanted = 0
+        self._started = time.monotonic()
+        self._reported = 0.0
+        self._busy_s = 0.0
+        self._sampled_tokens = 0
+        self._outbox: list[Trajectory] = []
+        self._over: Stop | None = None
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        while self._over is None and not self._stopping.is_set():
+            self._read_inbox(0.0 if self._can_step else IDLE_S)
+            flipped = self._serving.advance(time.monotonic())
+            if flipped is not None:
+                self._report_flip(flipped)
+            for completion in self._step():
+                self._on_completion(completion)
+            self._send_results()
+            self._send_wants()
+        if self._over is not None and self._over.error:
+            log.info("the run ended: %s", self._over.error)
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.active > 0 and self._engine.serving is not None
+
+    def _step(self) -> list[Completion]:
+        if not self._can_step:
+            return []
+        started = time.monotonic()
+        completions = self._engine.step()
+        self._busy_s += time.monotonic() - started
+        return completions
+
+    def _read_inbox(self, timeout_s: float) -> None:
+        """Everything that has come; sleep at most `timeout_s` for the first."""
+        try:
+            item = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
+            while True:
+                self._on_item(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _on_item(self, item: object) -> None:
+        match item:
+            case Received(message=Leases(leases)):
+                for lease in leases:
+                    self._on_lease(lease)
+            case Received(message=Cancel(leases, reason)):
+                log.info("%d leases cancelled: %s", len(leases), reason)
+                for lease_id in leases:
+                    self._on_cancel(lease_id)
+            case Received(message=Stop()):
+                self._over = item.message
+            case Scored():
+                self._collect(self._book.scored(item.key, item.reward, item.components, item.seconds, item.error))
+            case PolicyFetched():
+                self._serving.fetched(item, time.monotonic())
+            case PolicyFetchFailed(policy, error):
+                for request in self._serving.fetch_failed(policy, error):
+                    self._collect(self._book.unstarted(request.key, error))
+            case LinkError():
+                raise item
+            case _:
+                log.warning("unexpected: %r", item)
+
+    # --- rollouts ----------------------------------------------------------------------------------------------------
+
+    def _on_lease(self, lease: Lease) -> None:
+        try:
+            for request in self._book.open(lease):
+                self._serving.submit(request)
+        except (AsyncRLError, ValueError, LookupError) as error:
+            # A broken instance or a prompt that does not fit: the buffer counts it and tries another instance.
+            log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
+            for trajectory in self._book.refused(lease, str(error)):
+                self._collect(trajectory)
+
+    def _on_cancel(self, lease_id: int) -> None:
+        for key in self._book.cancel(lease_id):
+            self._engine.abort(key)
+            self._serving.forget(key)
+
+    def _on_completion(self, completion: Completion) -> None:
+        self._sampled_tokens += len(completion.tokens)
+        outcome = self._book.sampled(completion)
+        if isinstance(outcome, ToScore):
+            self._scorer.submit(*outcome)
+        else:
+            self._collect(outcome)
+
+    def _collect(self, trajectory: Trajectory | None) -> None:
+        if trajectory is not None:
+            self._outbox.append(trajectory)
+
+    # --- what the buffer hears ---------------------------------------------------------------------------------------
+
+    def _send_results(self) -> None:
+        encoded = [encode_trajectory(trajectory) for trajectory in self._outbox]
+        self._outbox.clear()
+        for batch in coalesce(encoded):
+            inline = tuple(msgspec.Raw(data) if len(data) <= BLOB_BYTES else NIL for data in batch)
+            self._buffer.send(Results(inline), [data for data in batch if len(data) > BLOB_BYTES])
+
+    def _send_wants(self) -> None:
+        """Ask for as many samples as would fill the slots and the lookahead; repeat the numbers now and then."""
+        if self._engine.serving is None:
+            return
+        now = time.monotonic()
+        wanted = self._book.closed_training_samples + self._samples_ahead
+        if wanted > self._wanted or now - self._reported > REPORT_S:
+            self._wanted, self._reported = max(wanted, self._wanted), now
+            self._buffer.send(NodeWants(self._wanted, self._busy_s, now - self._started, self._sampled_tokens))
+
+    def _report_flip(self, flipped: Flipped) -> None:
+        policy, matched = flipped.installed.policy, len(flipped.installed.matched_modules)
+        log.info("serving policy %s (%d modules, %.0f ms)", policy.short(), matched, flipped.load_ms)
+        self._buffer.send(NodeServing(policy, matched, flipped.load_ms))
+
+    def _report_trouble(self, policy: PolicyId, error: str) -> None:
+        if self._engine.serving is None:
+            raise EngineError(f"the first policy {policy.short()} cannot be loaded: {error}")
+        log.error("policy %s: %s; %s goes on serving", policy.short(), error, self._engine.serving.short())
+        self._buffer.send(NodeTrouble(policy, error))
+
+
+def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
+    """Split into messages of about COALESCE_BYTES: joining small ones pays, larger messages do not (measured)."""
+    batches: list[list[bytes]] = []
+    room = 0
+    for data in encoded:
+        if len(data) > room or not batches:
+            batches.append([])
+            room = COALESCE_BYTES
+        batches[-1].append(data)
+        room -= len(data)
+    return batches
+
+
+def body(context: PoolContext) -> None:
+    config, directory = context.config, context.directory
+    path = model_path(config)
+    task = load_task(config.task)
+    engine = make_engine(config, path)
+    log.info("engine: %s", engine.describe())
+    scratch = Path(tempfile.mkdtemp(prefix="async-rl-node-"))
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def dial(endpoint: str, peer: str, box: queue.SimpleQueue[object] | None) -> Client:
+        link = Client(
+            endpoint, run=directory.run_id, token=directory.token, role="node", name=context.name, peer=peer,
+            heartbeat_s=config.buffer.heartbeat, inbox=box,
+        )  # fmt: skip
+        link.connect(config.run.connect_timeout)
+        return link
+
+    scorer = Scorer(config.task, config.inference.score_timeout, inbox)
+    try:
+        buffer = dial(directory.endpoint, "buffer", inbox)
+        store = dial(directory.store_endpoint, "store", None)
+        buffer.send(NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path)))
+        puller = PolicyPuller(store, scratch, inbox)
+        book = RolloutBook(task, load_tokenizer(path), context.name, engine.capabilities.name)
+        try:
+            Node(context, engine, book, buffer, puller, scorer, inbox).work()
+        finally:
+            puller.close()
+            store.close()
+            buffer.close()
+    finally:
+        scorer.close()
+        engine.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def load_tokenizer(path: Path) -> object:
+    from transformers import AutoTokenizer  # here, since it takes a second to import
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+if __name__ == "__main__":
+    pool_main(__file__, body)

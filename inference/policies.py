@@ -1,0 +1,143 @@
+"""How policies reach a node: pulled from the store in chunks, verified, and handed over as files.
+
+A thread of its own does this, so that sampling goes on while 160 MB come in. It always fetches the newest announced
+policy, skipping what was overtaken, and on request older ones that evaluation has pinned. A half-received file is
+never handed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from async_rl.errors import AsyncRLError
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, LinkError
+from async_rl.wire.messages import Announce, Chunk, Pull, Stop
+
+log = logging.getLogger("policies")
+
+CHUNK_BYTES = 1 << 20
+CHUNKS_AHEAD = 4  # outstanding requests: enough to keep a link busy, little enough to abandon
+CHUNK_TIMEOUT_S = 30.0
+IDLE_S = 0.2
+
+
+class PolicyFetched(NamedTuple):
+    """A verified file (the node deletes it after use). `order` is the announcement's, 0 for one asked for."""
+
+    policy: PolicyId
+    path: Path
+    order: int
+    fetch_ms: float
+
+
+class PolicyFetchFailed(NamedTuple):
+    policy: PolicyId
+    error: str
+
+
+class PolicyPuller:
+    """`inbox` receives PolicyFetched and PolicyFetchFailed, and the LinkError that ended the thread, if one did."""
+
+    def __init__(self, link: Client, folder: Path, inbox: queue.SimpleQueue[object]) -> None:
+        self._link = link
+        self._folder = folder
+        self._inbox = inbox
+        self._asked: queue.SimpleQueue[PolicyId] = queue.SimpleQueue()
+        self._newest: Announce | None = None
+        self._fetched_order = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="policy-puller", daemon=True)
+        self._thread.start()
+
+    def ask(self, policy: PolicyId) -> None:
+        """Fetch a policy that is not the newest."""
+        self._asked.put(policy)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(timeout=CHUNK_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._listen(IDLE_S if self._asked.empty() else 0.0)
+                newest = self._newest
+                if newest is not None and newest.order > self._fetched_order:
+                    self._fetched_order = newest.order
+                    self._fetch(newest.policy, newest.order)
+                elif not self._asked.empty():
+                    self._fetch(self._asked.get(), 0)
+        except LinkError as error:
+            if not self._closing.is_set():
+                self._inbox.put(error)
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take announcements until there is nothing more to read."""
+        deadline = time.monotonic() + timeout_s
+        while not self._closing.is_set():
+            received = self._link.poll()
+            if received is None:
+                if self._newest_is_news() or time.monotonic() >= deadline:
+                    return
+                time.sleep(0.002)
+            else:
+                self._note(received.message)
+
+    def _newest_is_news(self) -> bool:
+        return self._newest is not None and self._newest.order > self._fetched_order
+
+    def _note(self, message: object) -> None:
+        if isinstance(message, Announce) and (self._newest is None or message.order > self._newest.order):
+            self._newest = message
+        elif isinstance(message, Stop):
+            self._closing.set()
+
+    def _fetch(self, policy: PolicyId, order: int) -> None:
+        started = time.monotonic()
+        path = self._folder / f"{policy.short()}-{order}.safetensors"
+        try:
+            self._pull(policy, path)
+        except AsyncRLError as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, LinkError):
+                raise
+            self._inbox.put(PolicyFetchFailed(policy, str(error)))
+        else:
+            self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3))
+
+    def _pull(self, policy: PolicyId, path: Path) -> None:
+        """Chunks in order, a few requests ahead; the first answer says how large the file is."""
+        asked, received, size, sha256 = 0, 0, CHUNK_BYTES, ""
+        digest = hashlib.sha256()
+        with path.open("wb") as file:
+            while received < size:
+                while asked < size and asked - received < CHUNKS_AHEAD * CHUNK_BYTES:
+                    self._link.send(Pull(policy, asked, CHUNK_BYTES))
+                    asked += CHUNK_BYTES
+                chunk, data = self._next_chunk(policy, received)
+                size, sha256 = chunk.size, chunk.sha256
+                if data.nbytes != min(CHUNK_BYTES, size - received):
+                    raise AsyncRLError(f"the store sent {data.nbytes} bytes of {policy.short()} at {received}")
+                digest.update(data)
+                file.write(data)
+                received += data.nbytes
+        if digest.hexdigest() != sha256:
+            raise AsyncRLError(f"policy {policy.short()} arrived damaged: its SHA-256 is not the announced one")
+
+    def _next_chunk(self, policy: PolicyId, offset: int) -> tuple[Chunk, memoryview]:
+        while True:
+            got = self._link.receive(CHUNK_TIMEOUT_S, f"bytes of policy {policy.short()} from {offset}")
+            message = got.message
+            if not isinstance(message, Chunk):
+                self._note(message)
+            elif message.policy == policy and message.offset == offset:
+                if message.error:
+                    raise AsyncRLError(f"policy {policy.short()}: {message.error}")
+                return message, got.blobs[0]

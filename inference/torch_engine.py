@@ -1,0 +1,450 @@
+"""The embedded engine: any Hugging Face causal language model on CPU or CUDA, continuous batching over slots.
+
+One step, from top to bottom: admit a wave of waiting requests to free rows; compute the KV cache of rows that lack
+one (new requests, each distinct prompt once, and requests that a flip told to recompute) and sample their next token;
+then one decode forward per policy in use (normally one) and one sampling over all rows. The host learns the tokens
+once per sampling; all books are numpy arrays over rows and seats, so a token costs no Python of its own.
+
+A request has a *row* (its place in the batch and the KV cache, which changes as others end) and a *seat* (its
+buffers: sequence, log-probabilities, stamps, random numbers), which it keeps. Stamps are serial numbers of installed
+policies, written from the very array that chose the weights of the forward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from async_rl.policy.adapter import AdapterError, read_adapter
+from async_rl.trajectory import Finish
+from async_rl.version import PolicyId, VersionRun
+from inference.adapter_match import match_adapter
+from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Request
+from inference.model_loading import end_tokens, pick_device
+from inference.resident import ResidentPolicies
+from inference.rows import DEAD, ROW_DTYPE, IntArray, plan_rows, policy_ranges
+from inference.runner import ModelRunner, PrefillSequence
+from inference.sampling import request_uniforms, sample
+
+# Below this, logits / temperature leave float32; who wants the most likely token says 0.
+MIN_TEMPERATURE = 1e-4
+
+# Ended rows are decoded in vain until new requests take their places or they are this share of the batch: moving rows
+# after every end cost more than the work it saved (measured, 64 rows).
+MAX_DEAD_SHARE = 1 / 8
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A request on its way, with the policy that it uses (None while it waits unpinned) and its prompt as bytes."""
+
+    request: Request
+    limit: int
+    policy: PolicyId | None
+    prompt_bytes: bytes
+    submitted: float
+    started: float = 0.0
+
+
+class TorchEngine:
+    """Implements inference.engine.Engine. `slots` requests run at once, each of at most `max_context` tokens, prompt
+    included; `stop_tokens` end a request (default: the model's own end tokens)."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        slots: int,
+        max_context: int,
+        max_resident: int,
+        device: str = "auto",
+        dtype: str = "auto",
+        stop_tokens: Collection[int] | None = None,
+    ) -> None:
+        if slots < 1 or max_context < 2:
+            raise EngineError(f"slots is {slots} and max_context is {max_context}: need at least 1 and 2")
+        self._resident = ResidentPolicies(max_resident)
+        self._runner = ModelRunner(
+            Path(model_path),
+            rows=slots,
+            positions=max_context,
+            policy_slots=max_resident,
+            device=pick_device(device),
+            dtype=dtype,
+        )
+        self._slots, self._max_context = slots, max_context
+        self._vocab = min(self._runner.model.get_input_embeddings().num_embeddings, self._runner.vocab)
+        self._is_stop = self._stop_table(stop_tokens)
+
+        self._matched: dict[PolicyId, tuple[str, ...]] = {}
+        self._installed: list[PolicyId] = []  # by serial number
+        self._serials: dict[PolicyId, int] = {}  # of resident policies
+
+        self._waiting: dict[tuple[int, int], _Attempt] = {}
+        self._seat_of: dict[tuple[int, int], int] = {}
+        self._finished: list[Completion] = []
+        self._idle_row_steps = 0
+
+        self._rows = np.zeros(slots, dtype=ROW_DTYPE)
+        self._n = 0  # rows [0:n) are in use, those that ended since the last arrangement included
+        self._split = False  # whether rows of one policy may be apart
+        self._attempts: dict[int, _Attempt] = {}  # by seat
+        self._free_seats = list(range(slots))
+        self._sequences = np.zeros((slots, max_context), dtype=np.int32)
+        self._logprobs = np.zeros((slots, max_context), dtype=np.float32)
+        self._stamps = np.zeros((slots, max_context), dtype=np.int64)
+        self._uniforms = np.zeros((slots, max_context), dtype=np.float64)
+
+    # --- what the node may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities("torch", frozenset(get_args(InFlight)), self._resident.max_resident, "span")
+
+    @property
+    def serving(self) -> PolicyId | None:
+        return self._resident.serving
+
+    @property
+    def resident(self) -> Mapping[PolicyId, int]:
+        return self._resident.uses
+
+    @property
+    def free_slots(self) -> int:
+        return max(0, self._slots - len(self._attempts) - len(self._waiting))
+
+    @property
+    def active(self) -> int:
+        return len(self._attempts) + len(self._waiting) + len(self._finished)
+
+    def describe(self) -> dict[str, Any]:
+        runner = self._runner
+        return {
+            "engine": "torch",
+            "model": str(runner.model.config.name_or_path),
+            "model_type": runner.config.model_type,
+            "dtype": str(runner.dtype).removeprefix("torch."),
+            "device": str(runner.device),
+            "attention": runner.config._attn_implementation,
+            "slots": self._slots,
+            "max_context": self._max_context,
+            "max_resident": self._resident.max_resident,
+            "kv_cache_bytes": runner.cache.nbytes,
+            "linear_modules": len(runner.linears),
+            "adapter_targets": len(self._matched[self.serving]) if self.serving else 0,
+        }
+
+    def score(self, policy: PolicyId, tokens: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        """See Engine.score; sequences may be longer than max_context, but not than the model's positions."""
+        most = self._runner.max_positions or math.inf
+        for sequence in tokens:
+            self._check_ids("a sequence to score", sequence)
+            if len(sequence) > most:
+                raise EngineError(f"a sequence to score has {len(sequence)} tokens, the model has {most} positions")
+        return self._runner.score(self._resident.slot(policy), tokens)
+
+    # --- policies ----------------------------------------------------------------------------------------------------
+
+    def install(self, policy: PolicyId, path: Path) -> Installed:
+        if policy not in self._resident:
+            slot = self._resident.free_slot()
+            shapes = {name: tuple(linear.weight.shape) for name, linear in self._runner.linears.items()}
+            try:
+                tensors, config = read_adapter(path, expected_digest=policy.digest)
+            except AdapterError as error:
+                raise EngineError(f"policy {policy.short()}: {error}") from error
+            adapters = match_adapter(tensors, config, shapes)
+            self._runner.load(slot, adapters)
+            self._resident.add(policy)
+            self._matched[policy] = tuple(adapters)
+            self._serials[policy] = len(self._installed)
+            self._installed.append(policy)
+        return Installed(policy, self._matched[policy])
+
+    def flip(self, policy: PolicyId, in_flight: InFlight) -> None:
+        if in_flight not in get_args(InFlight):
+            raise EngineError(f"in_flight {in_flight!r}: choose {', '.join(get_args(InFlight))}")
+        self._resident.serve(policy)
+        if in_flight != "finish":
+            self._rebind(self._unpinned_rows() & (self._live("policy") != self._serials[policy]), in_flight)
+
+    def evict(self, policy: PolicyId) -> None:
+        self._resident.remove(policy)
+        del self._matched[policy], self._serials[policy]
+
+    def rebind(self, policy: PolicyId) -> int:
+        self._resident.slot(policy)
+        if policy == self.serving:
+            return 0
+        return self._rebind(self._unpinned_rows() & (self._live("policy") == self._serials[policy]), "recompute")
+
+    def _rebind(self, chosen: npt.NDArray[np.bool_], in_flight: InFlight) -> int:
+        """Move rows to the serving policy; under recompute their KV cache is built again before they go on."""
+        serving = self._resident.serving
+        if serving is None:
+            return 0
+        rows = np.flatnonzero(chosen)
+        for seat in self._rows["seat"][rows].tolist():
+            attempt = self._attempts[seat]
+            if attempt.policy is not None:
+                self._resident.release(attempt.policy)
+            self._resident.acquire(serving)
+            attempt.policy = serving
+        self._rows["policy"][rows] = self._serials[serving]
+        if in_flight == "recompute":
+            self._rows["stale"][rows] = 1
+        self._split = True
+        return len(rows)
+
+    def _unpinned_rows(self) -> npt.NDArray[np.bool_]:
+        unpinned = [seat for seat, attempt in self._attempts.items() if attempt.request.policy is None]
+        return np.isin(self._live("seat"), unpinned) & (self._live("alive") == 1)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        prompt, sampling = request.prompt, request.sampling
+        name = f"request {request.key[0]}/{request.key[1]}"
+        self._check_ids(f"the prompt of {name}", prompt)
+        if len(prompt) >= self._max_context:
+            raise EngineError(
+                f"{name}: a prompt of {len(prompt)} tokens leaves no room for a new one in a context of "
+                f"{self._max_context}: shorten it or raise [inference] max_context"
+            )
+        if sampling.top_p != 1.0:
+            raise EngineError(f"{name}: top_p is {sampling.top_p}, but the torch engine samples with top_p = 1 only")
+        if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature < math.inf:
+            raise EngineError(f"{name}: temperature is {sampling.temperature}: 0 or at least {MIN_TEMPERATURE}")
+        if sampling.max_new_tokens < 1:
+            raise EngineError(f"{name}: max_new_tokens is {sampling.max_new_tokens}, must be at least 1")
+        if request.key in self._waiting or request.key in self._seat_of:
+            raise EngineError(f"{name}: already submitted and not finished")
+        if request.policy is not None:
+            self._resident.acquire(request.policy)
+        limit = min(sampling.max_new_tokens, self._max_context - len(prompt))
+        prompt_bytes = np.ascontiguousarray(prompt, dtype=np.int32).tobytes()
+        self._waiting[request.key] = _Attempt(request, limit, request.policy, prompt_bytes, time.monotonic())
+
+    def abort(self, key: tuple[int, int]) -> None:
+        if key in self._waiting:
+            attempt = self._waiting.pop(key)
+            if attempt.policy is not None:
+                self._resident.release(attempt.policy)
+            waited = time.monotonic() - attempt.submitted
+            nothing = np.empty(0, dtype=np.int32)
+            self._finished.append(Completion(key, nothing, nothing.astype(np.float32), (), "abort", waited, 0.0))
+        elif key in self._seat_of:
+            (row,) = np.flatnonzero((self._live("seat") == self._seat_of[key]) & (self._live("alive") == 1))
+            self._end(int(row), "abort")
+
+    def step(self) -> list[Completion]:
+        if self._resident.serving is not None:
+            self._admit()
+            self._refresh()
+            self._decode()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> None:
+        """Let go of the model and its memory; the engine cannot be used afterwards."""
+        del self._runner
+        self._waiting.clear()
+        self._attempts.clear()
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start waiting requests in waves. A wave costs about one step whatever its size, so it is due when the rows
+        that stood idle for want of it have lost a step's worth of work, or nothing runs at all."""
+        count = min(self._slots - len(self._attempts), len(self._waiting))
+        self._idle_row_steps = self._idle_row_steps + count if count else 0
+        if not count or (self._attempts and self._idle_row_steps < self._slots):
+            return
+        self._idle_row_steps = 0
+        wave = [self._waiting.pop(key) for key in list(self._waiting)[:count]]
+        for attempt in wave:
+            if attempt.policy is None:
+                attempt.policy = self._resident.serving
+                self._resident.acquire(attempt.policy)
+        serials = np.array([self._serials[attempt.policy] for attempt in wave], dtype=np.int64)
+        placed = self._arrange(serials)
+        holders = self._prompt_holders(exclude=placed)
+        shared = []
+        for attempt, serial, row in zip(wave, serials.tolist(), placed.tolist(), strict=True):
+            self._seat(attempt, serial, row)
+            holder = holders.get((serial, attempt.prompt_bytes))
+            if holder is not None:
+                shared.append((holder, row))
+        self._share_prompts(shared)
+
+    def _seat(self, attempt: _Attempt, serial: int, row: int) -> None:
+        """Fill a row and a seat for a request that starts."""
+        request = attempt.request
+        prompt, temperature = request.prompt, request.sampling.temperature
+        seat = self._free_seats.pop()
+        self._sequences[seat, : len(prompt)] = prompt
+        greedy = temperature == 0
+        if not greedy:
+            self._uniforms[seat, : attempt.limit] = request_uniforms(request.seed, attempt.limit)
+        self._rows[row] = (
+            seat, 1, serial, serial, len(prompt), prompt[-1], 0, attempt.limit,
+            1.0 if greedy else temperature, greedy, 1,
+        )  # fmt: skip
+        self._attempts[seat] = attempt
+        self._seat_of[request.key] = seat
+        attempt.started = time.monotonic()
+
+    def _prompt_holders(self, exclude: IntArray) -> dict[tuple[int, bytes], int]:
+        """Rows whose KV cache holds a prompt, by (policy that computed it, prompt): what a late member of a group
+        may copy instead of computing it again."""
+        rows = self._rows[: self._n]
+        usable = (rows["alive"] == 1) & (rows["stale"] == 0)
+        usable[exclude] = False
+        return {
+            (int(rows["prompt_policy"][row]), self._attempts[int(rows["seat"][row])].prompt_bytes): int(row)
+            for row in np.flatnonzero(usable)
+        }
+
+    def _share_prompts(self, shared: list[tuple[int, int]]) -> None:
+        """Copy prompts from (row, to row), all but the last token, which the next decode feeds."""
+        if shared:
+            source, target = np.array(shared, dtype=np.int64).T.copy()
+            self._runner.move_rows(source, target, int(self._rows["length"][target].max()) - 1)
+            self._rows["stale"][target] = 0
+
+    def _refresh(self) -> None:
+        """Compute the KV cache of rows that lack it, each distinct sequence once, and sample their next token."""
+        if not self._live("stale").any():
+            return
+        stale = np.flatnonzero(self._live("stale"))
+        logits = []
+        for serial, start, end in policy_ranges(self._rows["policy"][stale]):
+            groups: dict[bytes, PrefillSequence] = {}
+            for row in stale[start:end].tolist():
+                tokens = self._sequences[self._rows["seat"][row], : self._rows["length"][row]]
+                group = groups.setdefault(tokens.tobytes(), PrefillSequence(tokens, []))
+                group.rows.append(row)
+            sequences = list(groups.values())
+            distinct = self._runner.prefill(self._slot_of_serial(serial), sequences)
+            index_of_row = {row: i for i, group in enumerate(sequences) for row in group.rows}
+            members = [index_of_row[row] for row in stale[start:end].tolist()]
+            logits.append(distinct[torch.tensor(members, device=distinct.device)])
+        self._rows["stale"][stale] = 0
+        self._rows["prompt_policy"][stale] = self._rows["policy"][stale]
+        self._advance(stale, torch.cat(logits))
+
+    def _decode(self) -> None:
+        """One token for every row."""
+        if not self._attempts:
+            self._n = 0
+            return
+        if self._needs_arranging():
+            self._arrange()
+        rows = self._rows[: self._n]
+        logits = [
+            self._runner.decode(
+                self._slot_of_serial(serial), start, rows["token"][start:end], rows["length"][start:end] - 1
+            )
+            for serial, start, end in policy_ranges(rows["policy"])
+        ]
+        alive = np.flatnonzero(rows["alive"])
+        whole = torch.cat(logits) if len(logits) > 1 else logits[0]
+        self._advance(alive, whole if len(alive) == len(whole) else whole[torch.from_numpy(alive).to(whole.device)])
+
+    def _needs_arranging(self) -> bool:
+        alive, ranges = self._live("alive"), list(policy_ranges(self._live("policy")))
+        dead = self._n - len(self._attempts)
+        # A policy that only ended rows used may be evicted by now, and is not worth a forward in any case.
+        idle_range = dead > 0 and not all(alive[start:end].any() for _, start, end in ranges)
+        return self._split or idle_range or dead > MAX_DEAD_SHARE * self._n
+
+    def _advance(self, index: IntArray, logits: torch.Tensor) -> None:
+        """Sample from the logits of rows `index`, record, and end the requests that are done."""
+        rows = self._rows[index]
+        seats, produced, lengths = rows["seat"], rows["produced"], rows["length"]
+        inputs = np.stack((rows["temperature"], rows["greedy"], self._uniforms[seats, produced]))
+        temperature, greedy, uniforms = torch.from_numpy(inputs).to(logits.device)
+        sampled = sample(logits, temperature.float(), greedy.bool() if rows["greedy"].any() else None, uniforms)
+        # Ids and float32 are exact in float64, so one transfer brings both to the host.
+        tokens, logprobs = torch.stack([part.double() for part in sampled]).cpu().numpy()
+        ids = tokens.astype(np.int64)
+
+        self._logprobs[seats, produced] = logprobs
+        self._stamps[seats, produced] = rows["policy"]
+        self._sequences[seats, lengths] = ids
+        self._rows["token"][index] = ids
+        self._rows["length"][index] = lengths + 1
+        self._rows["produced"][index] = produced + 1
+
+        stopped = self._is_stop[ids]
+        for i in np.flatnonzero(stopped | (produced + 1 >= rows["limit"])).tolist():
+            self._end(int(index[i]), "stop" if stopped[i] else "length")
+
+    def _end(self, row: int, finish: Finish) -> None:
+        """Take a request out of the batch; its row is reused at the next arrangement."""
+        seat, length, produced = (int(self._rows[name][row]) for name in ("seat", "length", "produced"))
+        attempt = self._attempts.pop(seat)
+        del self._seat_of[attempt.request.key]
+        now = time.monotonic()
+        self._finished.append(
+            Completion(
+                attempt.request.key,
+                self._sequences[seat, length - produced : length].copy(),
+                self._logprobs[seat, :produced].copy(),
+                self._version_runs(self._stamps[seat, :produced]),
+                finish,
+                attempt.started - attempt.submitted,
+                now - attempt.started,
+            )
+        )
+        if attempt.policy is not None:
+            self._resident.release(attempt.policy)
+        self._free_seats.append(seat)
+        self._rows["alive"][row] = self._rows["stale"][row] = 0
+
+    def _version_runs(self, stamps: IntArray) -> tuple[VersionRun, ...]:
+        return tuple(
+            VersionRun(self._installed[serial].version, self._installed[serial].digest, end - start)
+            for serial, start, end in policy_ranges(stamps)
+        )
+
+    def _arrange(self, new: IntArray | None = None) -> IntArray:
+        """Make rows compact and sorted by policy, with room for new requests of policies `new`; returns their rows."""
+        current = np.where(self._live("alive") == 1, self._live("policy"), DEAD)
+        plan = plan_rows(current, np.empty(0, dtype=np.int64) if new is None else new)
+        if len(plan.source):
+            self._runner.move_rows(plan.source, plan.target, int(self._rows["length"][plan.source].max()) - 1)
+            self._rows[plan.target] = self._rows[plan.source]
+        self._n, self._split = plan.n, False
+        return plan.placed
+
+    # --- small things ------------------------------------------------------------------------------------------------
+
+    def _live(self, field: str) -> npt.NDArray[Any]:
+        return self._rows[field][: self._n]
+
+    def _slot_of_serial(self, serial: int) -> int:
+        return self._resident.slot(self._installed[serial])
+
+    def _check_ids(self, what: str, ids: npt.NDArray[np.int32]) -> None:
+        if ids.ndim != 1 or not len(ids):
+            raise EngineError(f"{what} is empty (or not one-dimensional): need at least one token id")
+        if ids.min() < 0 or ids.max() >= self._vocab:
+            bad = int(ids[(ids < 0) | (ids >= self._vocab)][0])
+            raise EngineError(f"{what} holds token id {bad}, outside the model's vocabulary of {self._vocab}")
+
+    def _stop_table(self, stop_tokens: Collection[int] | None) -> npt.NDArray[np.bool_]:
+        table = np.zeros(self._runner.vocab, dtype=bool)
+        for token in end_tokens(self._runner.model) if stop_tokens is None else stop_tokens:
+            if not 0 <= token < len(table):
+                raise EngineError(f"stop token {token} is outside the model's vocabulary of {len(table)}")
+            table[token] = True
+        return table

@@ -1,0 +1,100 @@
+"""The command line: what a person types, and the one message that a mistake gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import load_config
+from async_rl.run.checks import check_model
+from async_rl.run.cli import main
+from async_rl.run.directory import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_dry_run_says_what_would_run_and_makes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "quickstart", "--dry-run", "--set", "run.steps=7"]) == 0
+    out = capsys.readouterr().out
+    for words in ("7 steps", "2 × torch", "32 groups × 8 = 256 attempts", "bound", "0 … 223", "digit_sort"):
+        assert words in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "quickstat"], "Did you mean 'quickstart'"),
+        (["run", "quickstart", "--dry-run", "--set", "buffer.max_stalenes=1"], "did you mean `max_staleness`"),
+        (["run", "quickstart", "--dry-run", "--set", "task.digit=3"], "did you mean `digits`"),
+        (["run", "quickstart", "--dry-run", "--set", "model.path=/nowhere"], "'/nowhere' is not a directory"),
+        (["run", "quickstart", "--set", "model.path=/nowhere"], "'/nowhere' is not a directory"),
+        (["run", "quickstart", "--dry-run", "--set", "model.path=."], "has no config.json"),
+        (["run", "quickstart", "--resume"], "--resume needs --out"),
+        (["infer", "quickstart"], "is not a run directory"),
+        (["train", "quickstart", "--out", "somewhere"], "is not a run directory"),
+        (["status"], "is not a run directory"),
+        (["buffer", "quickstart", "--set", "buffer.endpoint=tcp://0.0.0.0:1"], "0.0.0.0"),
+    ],
+)
+def test_a_mistake_gets_one_message_and_a_code_that_is_not_0(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_trainer_does_not_write_over_a_run_with_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory.create(Path("here"), load_config("quickstart"))
+    try:
+        (directory.checkpoints / "20").mkdir()
+        assert main(["train", "quickstart", "--out", "here"]) == 1
+        assert "add --resume" in capsys.readouterr().err
+    finally:
+        directory.remove_sockets()
+
+
+def test_the_status_of_a_run_whose_buffer_is_gone_says_so_in_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.run.cli.STATUS_TIMEOUT", 0.5)
+    directory = RunDirectory.create(Path("here"), load_config("quickstart"))
+    try:
+        start = time.monotonic()
+        assert main(["status", "here"]) == 1
+        assert time.monotonic() - start < 5
+        err = capsys.readouterr().err
+        assert directory.endpoint in err
+        assert "buffer" in err
+    finally:
+        directory.remove_sockets()
+
+
+def test_a_model_to_be_made_is_named_by_its_place_in_the_cache(tmp_path: Path) -> None:
+    assert check_model(load_config("quickstart")).startswith(str(tmp_path / "cache"))
+
+
+def test_the_console_script_is_not_misled_by_modules_in_the_working_directory(tmp_path: Path) -> None:
+    for name in ("trainer", "inference", "buffer"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('decoy')")
+    script = Path(sys.executable).with_name("async-rl")
+    run = subprocess.run([script, "run", "quickstart", "--dry-run"], capture_output=True, text=True, env=os.environ)
+    assert (run.returncode, run.stderr) == (0, "")

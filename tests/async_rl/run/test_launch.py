@@ -1,0 +1,159 @@
+"""The launcher with real processes: small fake pools, written to a folder on PYTHONPATH."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_rl.run.launch import Exit, Outcome, Pools, ProcessSpec, last_line
+
+FAKES = {
+    "well": "import time; time.sleep(0.2)",
+    "fails": "import sys, time; time.sleep(0.3); print('a line'); sys.exit('error: no such model /nowhere')",
+    "sleeps": "import time; time.sleep(60)",
+    "tidies": """
+        import pathlib, signal, sys, time
+        def end(*_):
+            pathlib.Path(sys.argv[1]).write_text("checkpointed")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        print("ready", flush=True)
+        time.sleep(60)
+    """,
+    "ignores": """
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print("worker", worker.pid, flush=True)
+        time.sleep(60)
+    """,
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "path" / "fakepools"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for name, source in FAKES.items():
+        (package / f"{name}.py").write_text(textwrap.dedent(source))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    return logs
+
+
+def fake(name: str, *arguments: str, ends_run: bool = False, called: str = "") -> ProcessSpec:
+    return ProcessSpec(called or name, f"fakepools.{name}", arguments, ends_run)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def wait_for(condition, timeout: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def log_says(log: Path, text: str) -> bool:
+    return log.exists() and text in log.read_text()
+
+
+def test_a_run_whose_processes_all_end_well_ends_with_0(fakes: Path) -> None:
+    with Pools([fake("well", ends_run=True), fake("well", called="other")], fakes, grace=5) as pools:
+        outcome = pools.supervise()
+    assert outcome == Outcome()
+    assert outcome.code == 0
+    assert outcome.message(5) == ""
+
+
+def test_the_first_failure_takes_the_others_down_and_is_named_with_its_last_words_and_log(fakes: Path) -> None:
+    with Pools([fake("sleeps"), fake("fails", called="trainer", ends_run=True)], fakes, grace=5) as pools:
+        outcome = pools.supervise()
+        assert children() == []
+    assert outcome.code == 1
+    log = fakes / "trainer.log"
+    assert outcome.message(5) == f"trainer failed (exit 1): no such model /nowhere; log: {log}"
+
+
+def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_workers(fakes: Path) -> None:
+    with Pools([fake("ignores"), fake("fails")], fakes, grace=0.5) as pools:
+        wait_for(lambda: log_says(fakes / "ignores.log", "worker"))
+        worker = int((fakes / "ignores.log").read_text().split()[1])
+        outcome = pools.supervise()
+    assert [failure.name for failure in outcome.failures] == ["fails"]
+    wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_what_does_not_end_after_the_run_is_ended_by_force_and_named(fakes: Path) -> None:
+    with Pools([fake("well", ends_run=True), fake("sleeps")], fakes, grace=0.5) as pools:
+        outcome = pools.supervise()
+    assert outcome.stuck == ("sleeps",)
+    assert outcome.code == 1
+    assert "sleeps did not end within 0.5 s" in outcome.message(0.5)
+
+
+def test_an_interrupt_reaches_every_process_and_waits_for_its_orderly_end(fakes: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    before = signal.getsignal(signal.SIGINT)
+    with Pools([fake("tidies", str(saved), ends_run=True), fake("sleeps")], fakes, grace=1) as pools:
+        wait_for(lambda: log_says(fakes / "tidies.log", "ready"))
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        outcome = pools.supervise()
+    assert outcome.code == 130
+    assert saved.read_text() == "checkpointed"
+    assert children() == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_in_the_launcher_leaves_no_process_behind(fakes: Path) -> None:
+    def tick() -> None:
+        raise RuntimeError("display")
+
+    with pytest.raises(RuntimeError, match="display"), Pools([fake("sleeps")], fakes, grace=5) as pools:
+        pools.supervise(tick)
+    assert children() == []
+
+
+def test_no_process_outlives_a_launcher_that_is_killed(fakes: Path, tmp_path: Path) -> None:
+    script = f"""
+        from pathlib import Path
+        from async_rl.run.launch import Pools, ProcessSpec
+        specs = [ProcessSpec("a", "fakepools.sleeps"), ProcessSpec("b", "fakepools.tidies", ({str(tmp_path / "s")!r},))]
+        with Pools(specs, Path({str(fakes)!r}), 5) as pools:
+            pools.supervise()
+    """
+    launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
+    try:
+        wait_for(lambda: log_says(fakes / "b.log", "ready"))
+        orphans = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(orphans) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    gone, alive = psutil.wait_procs(orphans, timeout=5)
+    assert (len(gone), alive) == (2, [])
+    assert (tmp_path / "s").read_text() == "checkpointed"
+
+
+def test_the_last_line_is_the_last_that_says_anything(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("first\nerror: port 5555 is in use\n\n  \n")
+    assert last_line(log) == "port 5555 is in use"
+    assert last_line(tmp_path / "missing.log") == ""
+
+
+def test_a_process_that_died_of_a_signal_is_said_to_have() -> None:
+    assert str(Exit("node-1", -9, "", None)) == "node-1 failed (killed by SIGKILL)"

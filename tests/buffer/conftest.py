@@ -1,0 +1,208 @@
+"""What the buffer's tests share: rules with small numbers, a hand-driven replay, and an audit of its books."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.messages import Disposition, Lease, SamplingParams
+from buffer.events import (
+    AnyEvent,
+    BatchConfirmed,
+    CancelLease,
+    DrawRequested,
+    Effect,
+    EndRun,
+    GrantLease,
+    LendBatch,
+    NodeAttested,
+    NodeJoined,
+    NodeWanted,
+    PolicyRegistered,
+    ResultArrived,
+)
+from buffer.leases import EVAL_TICKET
+from buffer.replay import Replay
+from buffer.rules import Rules
+
+GROUP_BYTES = 1000
+
+
+def small_rules(**changes: Any) -> Rules:
+    """Ten steps of two groups of two, bound 1, fifo; K_a follows from the bound and the window unless given."""
+    values: dict[str, Any] = {
+        "run_seed": 7,
+        "steps": 10,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "max_staleness": 1,
+        "window": 1,
+        "on_short_group": "retry",
+        "zero_variance": "keep",
+        "max_tries": 3,
+        "capacity_bytes": 10**9,
+        "group_bytes": GROUP_BYTES,
+        "lease_timeout": 60.0,
+        "eval_share": 0.5,
+        "sampling": SamplingParams(1.0, 8),
+        **changes,
+    }
+    overtaking = math.ceil((values["window"] - 1) / values["groups_per_step"])
+    values.setdefault("lead", values["max_staleness"] - overtaking)
+    return Rules(**values)
+
+
+def audit(replay: Replay) -> None:
+    """Recount everything that is counted as it goes, and state what may never be."""
+    rules, ledger = replay.rules, replay.ledger
+    groups = replay.groups.by_ticket
+    lent = {group.ticket for group in replay.lent or ()}
+    training = [lease for lease in replay.leases.open.values() if lease.ticket != EVAL_TICKET]
+    evaluating = [lease for lease in replay.leases.open.values() if lease.ticket == EVAL_TICKET]
+
+    for counts in (ledger, replay.eval_ledger):
+        assert counts["issued"] == sum(count for place, count in counts.items() if place != "issued")
+        assert min(counts.values()) >= 0
+    assert ledger["leased"] == sum(len(lease.samples) for lease in training)
+    assert replay.eval_ledger["leased"] == len(evaluating)
+    assert ledger["batched"] == sum(len(groups[ticket].good) for ticket in lent)
+    assert ledger["ready"] == sum(len(group.good) for group in groups.values() if group.ticket not in lent)
+
+    if not replay.ended:
+        for group in groups.values():
+            assert len(group.missing) + group.out + len(group.good) + len(group.failed) == rules.group_size
+            assert replay.groups.queue.is_open(group.ticket) == bool(group.missing)
+        ready = [group for group in groups.values() if group.ready and group.ticket not in lent]
+        assert replay.ready_groups == len(ready)
+        assert replay.ready_bytes == sum(len(held.payload) for group in ready for held in group.good.values())
+        unsettled = [ticket for ticket, group in groups.items() if not group.ready]
+        oldest = min(unsettled, default=replay.groups.queue.next_ticket)
+        assert replay.groups.order.oldest_unsettled() == oldest
+        if replay.draw_pending:
+            nobody_waits_for_credit(replay, oldest)
+    assert replay.reserved_bytes == rules.group_bytes * sum(group.reserved for group in groups.values())
+    owed: Counter[str] = Counter()
+    for lease in replay.leases.open.values():
+        owed[lease.node] += len(lease.samples)
+    evaluating_on = Counter(lease.node for lease in evaluating)
+    for node in replay.nodes_view().values():
+        assert node.leased_samples == owed[node.name]
+        assert evaluating_on[node.name] <= max(1, int(node.slots * rules.eval_share))
+
+
+def nobody_waits_for_credit(replay: Replay, oldest: int) -> None:
+    """While the trainer waits, the ticket it waits for is leased, or no node that asks for work may have it. Credit
+    does not come into it: whatever the capacity, this must hold after every event."""
+    rules = replay.rules
+    group = replay.groups.by_ticket.get(oldest)
+    if oldest >= rules.steps * rules.groups_per_step or (group is not None and not group.missing):
+        return
+    for node in replay.nodes_view().values():
+        if node.state == "ready" and node.wanted > node.granted and node.policy is not None:
+            first_too_far = (node.policy.version + 1 + rules.lead) * rules.groups_per_step
+            assert oldest >= first_too_far, f"{node.name} waits, the trainer waits, and ticket {oldest} is not leased"
+
+
+class Play:
+    """A replay with a hand on each lever; the books are audited after every event."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.rules = small_rules(**changes)
+        self.replay = Replay(self.rules)
+        self.now = 0.0
+        self.policies: list[PolicyId] = []
+
+    def apply(self, event: AnyEvent) -> list[Effect]:
+        effects = self.replay.apply(event, self.now)
+        audit(self.replay)
+        return effects
+
+    def publish(self, digest: str = "") -> PolicyId:
+        policy = PolicyId("main", len(self.policies), digest or f"d{len(self.policies)}")
+        self.policies.append(policy)
+        self.apply(PolicyRegistered(policy))
+        return policy
+
+    def attest(self, node: str, version: int = -1) -> list[Lease]:
+        return leases(self.apply(NodeAttested(node, self.policies[version])))
+
+    def want(self, node: str, total: int) -> list[Lease]:
+        return leases(self.apply(NodeWanted(node, total)))
+
+    def node(self, name: str, wanted: int = 0, slots: int = 8) -> list[Lease]:
+        """A node that serves the newest policy, and the leases that its wish earns."""
+        if not self.policies:
+            self.publish()
+        self.apply(NodeJoined(name, slots))
+        return self.attest(name) + self.want(name, wanted)
+
+    def result(self, lease: Lease, sample: int, node: str = "a", **changes: Any) -> list[Effect]:
+        """A good result under the lease's own minimum version, unless changed."""
+        policy = lease.policy or self.policies[lease.min_version]
+        values: dict[str, Any] = {
+            "node": node,
+            "lease": lease.lease,
+            "sample": sample,
+            "status": "ok",
+            "reward": float(sample),
+            "versions": (VersionRun(policy.version, policy.digest, 5),),
+            "n_tokens": 5,
+            "payload": f"{lease.lease}/{sample}".encode(),
+            **changes,
+        }
+        return self.apply(ResultArrived(**values))
+
+    def deliver(self, lease: Lease, node: str = "a", **changes: Any) -> list[Effect]:
+        return [effect for sample in lease.samples for effect in self.result(lease, sample, node, **changes)]
+
+    def draw(self, version: int | None = None) -> list[LendBatch]:
+        for_version = self.replay.confirmed_batches if version is None else version
+        return of(LendBatch, self.apply(DrawRequested(for_version)))
+
+    def confirm(self, outcome: Any = "trained") -> list[Effect]:
+        """Publish the next version and confirm the lent batch, all with one outcome."""
+        attempts = [(held.lease, sample) for group in self.replay.lent or () for sample, held in group.good.items()]
+        self.publish()
+        dispositions = tuple(Disposition(lease, sample, outcome) for lease, sample in attempts)
+        return self.apply(BatchConfirmed(self.replay.confirmed_batches, dispositions))
+
+
+def of(kind: type[Any], effects: list[Effect]) -> list[Any]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def leases(effects: list[Effect]) -> list[Lease]:
+    return [effect.lease for effect in of(GrantLease, effects)]
+
+
+class Tools:
+    """Handed to tests as the fixture `tools`, since test files do not import each other."""
+
+    play: Callable[..., Play] = Play
+    rules = staticmethod(small_rules)
+    audit = staticmethod(audit)
+    leases = staticmethod(leases)
+
+    @staticmethod
+    def granted(effects: list[Effect]) -> list[tuple[str, int]]:
+        return [(effect.node, effect.lease.ticket) for effect in of(GrantLease, effects)]
+
+    @staticmethod
+    def cancelled(effects: list[Effect]) -> list[tuple[str, int]]:
+        return [(effect.node, effect.lease) for effect in of(CancelLease, effects)]
+
+    @staticmethod
+    def errors(effects: list[Effect]) -> list[str]:
+        return [effect.error for effect in of(EndRun, effects)]
+
+    of = staticmethod(of)
+
+
+@pytest.fixture
+def tools() -> type[Tools]:
+    return Tools

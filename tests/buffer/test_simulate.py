@@ -1,0 +1,173 @@
+"""The rules as a whole, under a virtual clock and with everything going wrong: bound, ledger, no deadlock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from buffer.rules import Rules
+from buffer.simulate import Scenario, SimulationResult, constant, lognormal, simulate
+
+GROUP_BYTES = 1000
+FAULTS = ("refused", "env_failed", "aborted", "hangs", "zero_variance", "skipped", "undead")
+
+
+@st.composite
+def worlds(draw: st.DrawFn, faults: bool = True) -> tuple[dict[str, object], Scenario]:
+    """Rules and a scenario: every number that matters, small enough that rare coincidences are common."""
+    bound = draw(st.sampled_from([0, 1, 4]))
+    groups = draw(st.integers(1, 4))
+    window = draw(st.integers(1, bound * groups + 1))
+    rules = {
+        "run_seed": draw(st.integers(0, 2**32)),
+        "steps": draw(st.integers(1, 12)),
+        "groups_per_step": groups,
+        "group_size": draw(st.integers(1, 3)),
+        "max_staleness": bound,
+        "window": window,
+        "on_short_group": draw(st.sampled_from(["retry", "drop", "accept"])),
+        "zero_variance": draw(st.sampled_from(["keep", "refill"])),
+        "max_tries": 100,
+        "capacity_bytes": draw(st.sampled_from([1, GROUP_BYTES, groups * GROUP_BYTES, 10**9])),
+        "group_bytes": GROUP_BYTES,
+        "lease_timeout": 40.0,
+    }
+    chances = {fault: draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])) for fault in FAULTS} if faults else {}
+    scenario = Scenario(
+        seed=draw(st.integers(0, 2**32)),
+        nodes=draw(st.integers(1, 5)),
+        slots=draw(st.integers(1, 5)),
+        sample_s=lognormal(1.0, draw(st.sampled_from([0.0, 0.5, 1.5]))),
+        slowest=draw(st.sampled_from([1.0, 5.0])),
+        push_s=lognormal(draw(st.sampled_from([0.01, 1.0, 10.0])), 1.0),
+        step_s=lognormal(draw(st.sampled_from([0.01, 1.0, 10.0])), 0.5),
+        in_flight=draw(st.sampled_from(["finish", "continue"])),
+        node_life_s=draw(st.sampled_from([0.0, 15.0, 60.0])) if faults else 0.0,
+        rejoin_s=draw(st.sampled_from([1.0, 10.0])),
+        eval_every=draw(st.sampled_from([0, 3])),
+        eval_n=5,
+        **chances,
+    )
+    return rules, scenario
+
+
+def must_hold(rules: Rules, result: SimulationResult) -> None:
+    assert result.error == ""
+    assert result.steps == rules.steps
+    assert all(0 <= age <= rules.max_staleness for age in result.staleness)
+    if rules.max_staleness == 0:
+        assert set(result.staleness) == {0}
+    assert result.max_buffered_bytes <= max(rules.capacity_bytes, rules.groups_per_step * rules.group_bytes)
+    for ledger, end in ((result.ledger, "trained"), (result.eval_ledger, "evaluated")):
+        dropped = sum(count for place, count in ledger.items() if place.startswith("dropped."))
+        assert ledger["issued"] == ledger[end] + dropped
+
+
+@settings(deadline=None, max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(worlds())
+def test_no_token_beyond_the_bound_no_deadlock_and_books_that_balance_after_every_event(tools, world):
+    changes, scenario = world
+    rules = tools.rules(**changes)
+    result = simulate(rules, scenario, lambda replay, now: tools.audit(replay))
+    must_hold(rules, result)
+    if rules.on_short_group == "retry" and scenario.skipped == 0:
+        assert result.ledger["trained"] == rules.steps * rules.groups_per_step * rules.group_size
+
+
+@settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(worlds(faults=False))
+def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools, world):
+    changes, scenario = world
+    changes |= {"lease_timeout": 10_000.0, "zero_variance": "keep"}
+    rules = tools.rules(**changes)
+    result = simulate(rules, scenario)
+    must_hold(rules, result)
+    assert result.ledger["issued"] == result.ledger["trained"] == rules.steps * rules.groups_per_step * rules.group_size
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("overtaking", [0, 1])
+def test_five_hundred_steps_at_random_durations_and_publish_times_stay_within_the_bound(tools, bound, overtaking):
+    window = 1 + min(overtaking, bound) * 3
+    rules = tools.rules(steps=500, groups_per_step=3, max_staleness=bound, window=window)
+    scenario = Scenario(
+        seed=bound, nodes=5, slots=3, sample_s=lognormal(1, 1), slowest=4, push_s=lognormal(1, 1), step_s=lognormal(2, 1)
+    )  # fmt: skip
+    result = simulate(rules, scenario)
+    must_hold(rules, result)
+    assert max(result.staleness) >= rules.lead  # the bound is used, not merely kept
+
+
+def test_thousands_of_nodes_that_die_and_come_back_lose_no_group(tools):
+    rules = tools.rules(
+        steps=12, groups_per_step=1000, group_size=2, max_staleness=4, window=1001, capacity_bytes=6000 * GROUP_BYTES
+    )
+    scenario = Scenario(
+        nodes=2000, slots=2, sample_s=lognormal(1, 0.7), slowest=3, push_s=lognormal(0.5, 1), step_s=constant(3),
+        node_life_s=40, undead=0.2, hangs=0.001, env_failed=0.01,
+    )  # fmt: skip
+    calls = 0
+
+    def check(replay, now):
+        nonlocal calls
+        calls += 1
+        assert replay.groups.ledger.balances
+        if calls % 2000 == 0:
+            tools.audit(replay)
+
+    result = simulate(rules, scenario, check)
+    must_hold(rules, result)
+    assert result.ledger["trained"] == 12 * 1000 * 2
+    assert result.ledger["dropped.node_lost"] > 100
+
+
+def test_a_run_whose_nodes_never_deliver_ends_naming_what_the_trainer_waits_for(tools):
+    rules = tools.rules(steps=1, groups_per_step=1, group_size=2)
+    result = simulate(rules, Scenario(nodes=1, hangs=1.0, draw_timeout_s=500))
+    assert result.steps == 0
+    assert "stuck after 0 steps: the trainer waits for ticket 0" in result.error
+    assert result.ledger["issued"] == result.ledger["dropped.cancelled"] > 2  # leased again after each time-out
+
+
+def test_a_task_that_always_fails_ends_the_run_naming_ticket_and_reason(tools):
+    result = simulate(tools.rules(max_tries=4), Scenario(env_failed=1.0))
+    assert "has failed 4 times, which is buffer.max_tries" in result.error
+    assert "env_failed" in result.error
+
+
+def test_the_same_seed_gives_the_same_run(tools):
+    scenario = Scenario(seed=3, sample_s=lognormal(1, 1), node_life_s=20, refused=0.1, zero_variance=0.2)
+    rules = tools.rules(zero_variance="refill", max_tries=50)
+    assert simulate(rules, scenario) == simulate(rules, scenario)
+    assert simulate(rules, scenario) != simulate(rules, scenario._replace(seed=4))
+
+
+def test_more_lead_keeps_the_trainer_less_idle(tools):
+    scenario = Scenario(nodes=4, slots=4, sample_s=lognormal(2, 0.5), push_s=constant(1), step_s=constant(4))
+    idle = [simulate(tools.rules(steps=60, groups_per_step=4, max_staleness=k), scenario).trainer_idle for k in (0, 1, 4)]
+    assert idle[0] > idle[1] > idle[2]
+
+
+def test_a_larger_window_overtakes_stragglers(tools):
+    """Same bound, long-tailed durations, plenty of nodes: a window trains sooner than strict order."""
+    scenario = Scenario(nodes=20, slots=4, sample_s=lognormal(1, 2), step_s=constant(0.1))
+    fifo = simulate(tools.rules(steps=60, groups_per_step=4, max_staleness=8, lease_timeout=1e4), scenario)
+    windowed = simulate(tools.rules(steps=60, groups_per_step=4, max_staleness=8, lease_timeout=1e4, window=17), scenario)
+    assert windowed.seconds < fifo.seconds
+    assert windowed.max_staleness <= 8
+
+
+def test_slow_tasks_keep_their_share_in_training(tools):
+    """One sample in five takes 20 times as long, over 300 steps. Tickets are drawn in order or within the window,
+    never by who is done first, so all that was issued is trained: the shares are equal."""
+
+    def one_in_five(rng: random.Random) -> float:
+        return 20.0 if rng.random() < 0.2 else 1.0
+
+    rules = tools.rules(steps=300, groups_per_step=4, max_staleness=4, window=5, lease_timeout=1e4)
+    result = simulate(rules, Scenario(nodes=6, slots=4, sample_s=one_in_five, step_s=constant(2)))
+    must_hold(rules, result)
+    assert result.ledger["trained"] == result.ledger["issued"] == 300 * 4 * 2

@@ -1,0 +1,32 @@
+"""The trainer backends by name; a new one is a file and an entry here. Only the chosen one's dependencies are
+imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from async_rl.config import Config
+from trainer.backend import Backend
+
+
+def _torch(config: Config, model_path: Path) -> Backend:
+    from trainer.torch_backend import TorchBackend
+
+    return TorchBackend(
+        model_path,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        temperature=config.inference.temperature,
+        seed=config.run.seed,
+        dtype=config.model.dtype,
+        device=config.model.device,
+    )
+
+
+BACKENDS: dict[str, Callable[[Config, Path], Backend]] = {"torch": _torch}
+
+
+def make_backend(config: Config, model_path: Path) -> Backend:
+    """Build the configured backend."""
+    return BACKENDS[config.trainer.backend](config, model_path)

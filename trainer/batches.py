@@ -1,0 +1,99 @@
+"""From a drawn batch to samples: decode, refuse what is broken or too old, compute advantages.
+
+This is where the staleness guarantee is enforced: whatever the buffer believes, no token older than
+for_version - max_staleness reaches a loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from async_rl.errors import AsyncRLError
+from async_rl.trajectory import (
+    MaskReason,
+    Trajectory,
+    TrajectoryError,
+    check_trajectory,
+    decode_trajectory,
+    segment_arrays,
+)
+from async_rl.version import is_stale, oldest_version, token_versions
+from async_rl.wire.link import Received
+from async_rl.wire.messages import Batch, Disposition
+from trainer.algorithm.advantages import ADVANTAGES
+from trainer.backend import Sample
+
+log = logging.getLogger("learner")
+
+
+class TrainingBatch(NamedTuple):
+    """What one optimiser step learns from. `ages` are int32 staleness values of all trained tokens; `rewards` float64
+    of the attempts that train; `dispositions` cover every attempt of the batch."""
+
+    samples: list[Sample]
+    dispositions: tuple[Disposition, ...]
+    rewards: npt.NDArray[np.float64]
+    ages: npt.NDArray[np.int32]
+    tokens: int
+
+
+def prepare(received: Received, max_staleness: int, advantage: str) -> TrainingBatch:
+    """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare."""
+    batch: Batch = received.message
+    trajectories = _trajectories(received)
+    groups = np.repeat(np.arange(len(batch.groups)), [group.size for group in batch.groups])
+    if len(groups) != len(trajectories):
+        raise AsyncRLError(f"batch {batch.batch}: {len(groups)} trajectories declared, {len(trajectories)} received")
+    kept, dispositions = [], []
+    for group, trajectory in zip(groups, trajectories, strict=True):
+        outcome = _outcome(trajectory, batch.for_version, max_staleness)
+        dispositions.append(Disposition(trajectory.lease, trajectory.sample, outcome))
+        if outcome == "trained":
+            kept.append((int(group), trajectory))
+    rewards = np.array([trajectory.reward for _, trajectory in kept], dtype=np.float64)
+    group_index = np.array([group for group, _ in kept], dtype=np.int64)
+    advantages = ADVANTAGES[advantage](torch.from_numpy(rewards), torch.from_numpy(group_index))
+    samples = [
+        sample
+        for attempt, (group, trajectory) in enumerate(kept)
+        for sample in _samples(trajectory, float(advantages[attempt]), attempt, group)
+    ]
+    versions = [sample.versions[sample.mask == MaskReason.SAMPLED] for sample in samples]
+    ages = batch.for_version - np.concatenate(versions) if versions else np.zeros(0, np.int32)
+    tokens = sum(len(sample.tokens) for sample in samples)
+    return TrainingBatch(samples, tuple(dispositions), rewards, ages.astype(np.int32), tokens)
+
+
+def _trajectories(received: Received) -> list[Trajectory]:
+    blobs = iter(received.blobs)
+    try:
+        return [
+            decode_trajectory(next(blobs) if bytes(raw) == b"\xc0" else raw) for raw in received.message.trajectories
+        ]
+    except (msgspec.MsgspecError, StopIteration) as error:
+        raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
+
+
+def _outcome(trajectory: Trajectory, for_version: int, max_staleness: int) -> str:
+    try:
+        check_trajectory(trajectory)
+    except TrajectoryError as error:
+        log.error("refused: %s (node %s)", error, trajectory.node)
+        return "refused"
+    return "stale" if is_stale(for_version, oldest_version(trajectory.versions), max_staleness) else "trained"
+
+
+def _samples(trajectory: Trajectory, advantage: float, attempt: int, group: int) -> Sequence[Sample]:
+    samples = []
+    for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True):
+        versions = np.zeros(len(arrays.tokens), dtype=np.int32)
+        versions[arrays.mask == MaskReason.SAMPLED] = token_versions(header.versions)
+        samples.append(Sample(arrays.tokens, arrays.logprobs, arrays.mask, versions, advantage, attempt, group))
+    return samples

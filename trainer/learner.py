@@ -1,0 +1,312 @@
+"""The learner: draw, correct, step, publish. Read `Learner.learn` top to bottom; everything else serves it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from async_rl.errors import AsyncRLError
+from async_rl.fingerprint import fingerprint
+from async_rl.run.curve import draw_learning_curve
+from async_rl.run.metrics import MetricsWriter, read_metrics
+from async_rl.run.model_cache import model_path
+from async_rl.run.process import PoolContext, pool_main
+from async_rl.run.summary import build_summary
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
+from async_rl.wire.messages import (
+    Batch,
+    Confirm,
+    Confirmed,
+    Draw,
+    EvalRequest,
+    EvalResult,
+    Final,
+    Finish,
+    Progress,
+    SamplingParams,
+    Stop,
+    TrainerReady,
+)
+from trainer.backend import Backend, StepResult
+from trainer.backends import make_backend
+from trainer.batches import TrainingBatch, prepare
+from trainer.checkpoint import find_latest, write_checkpoint
+from trainer.publish import Published, Publisher
+from trainer.schedule import learning_rate_at
+
+log = logging.getLogger("learner")
+
+REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
+SLICE_S = 0.5  # how often a long wait looks whether the trainer is to stop
+
+class Interrupted(AsyncRLError):
+    """The trainer was asked to stop; it has checkpointed."""
+
+
+class State(msgspec.Struct):
+    """What a checkpoint keeps beside the backend's own files."""
+
+    version: int = 0
+    optimiser_steps: int = 0
+    digest: str = ""
+    progress: Progress | None = None
+
+
+class Learner:
+    def __init__(
+        self, context: PoolContext, backend: Backend, state: State, buffer: Client, store: Client, metrics: MetricsWriter
+    ) -> None:
+        self._config = context.config
+        self._directory = context.directory
+        self._stopping = context.stopping
+        self._backend = backend
+        self._state = state
+        self._buffer = buffer
+        self._publisher = Publisher(buffer, store)
+        self._store = store
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._evaluating: list[PolicyId] = []
+        self._push_bytes = 0
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def learn(self) -> None:
+        """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError, FloatingPointError."""
+        state, steps = self._state, self._config.run.steps
+        self._publish()
+        self._evaluate_if_due()
+        try:
+            while state.version < steps:
+                step_started = time.monotonic()
+                drawn = self._draw(state.version)
+                drawn_at = time.monotonic()
+                batch = prepare(drawn, self._config.buffer.max_staleness, self._config.algorithm.advantage)
+                rate = learning_rate_at(state.version, steps, self._config.trainer)
+                result = self._backend.step(batch.samples, rate)
+                trained_at = time.monotonic()
+                self._confirm(drawn.message, batch, result)
+                published = self._publish()
+                self._checkpoint_if_due()
+                self._evaluate_if_due()
+                self._record(
+                    batch, result, rate, published,
+                    wait_s=drawn_at - step_started, train_s=trained_at - drawn_at, step_s=time.monotonic() - step_started,
+                )  # fmt: skip
+            self._await_evaluations()
+        except Interrupted:
+            self._checkpoint()
+            raise
+
+    def _draw(self, for_version: int) -> Received:
+        """Ask once, wait in slices; the buffer sends the batch as soon as the rules allow."""
+        self._buffer.send(Draw(for_version))
+        timeout = self._config.run.draw_timeout
+        return self._receive(Batch, timeout, f"a batch for version {for_version}")
+
+    def _confirm(self, drawn: Batch, batch: TrainingBatch, result: StepResult) -> None:
+        """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is."""
+        self._buffer.send(Confirm(drawn.batch, batch.dispositions))
+        confirmed: Confirmed = self._receive(Confirmed, REPLY_TIMEOUT_S, f"the closing of batch {drawn.batch}").message
+        self._state.progress = confirmed.progress
+        self._state.version += 1
+        self._state.optimiser_steps += not result.skipped
+
+    def _publish(self) -> Published:
+        path = self._directory.adapters / "outgoing.safetensors"
+        self._state.digest = self._backend.export(path)
+        published = self._publisher.publish(self._policy, path)
+        self._push_bytes = published.size
+        return published
+
+    @property
+    def _policy(self) -> PolicyId:
+        return PolicyId("main", self._state.version, self._state.digest)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        run = self._config.run
+        version = self._state.version
+        if not run.eval_every or (version % run.eval_every and version != run.steps):
+            return
+        sampling = SamplingParams(run.eval_temperature, self._config.inference.max_new_tokens)
+        self._publisher.pin(self._policy, True)
+        self._evaluating.append(self._policy)
+        self._buffer.send(EvalRequest(self._policy, run.eval_samples, sampling, run.eval_timeout))
+
+    def _on_eval_result(self, result: EvalResult) -> None:
+        self._evaluating.remove(result.policy)
+        self._publisher.pin(result.policy, False)
+        outcome = {
+            "version": result.policy.version, "reward": result.mean_reward, "n": result.n, "cancelled": result.cancelled
+        }  # fmt: skip
+        self._metrics.write({"time_s": self._time_s(), "eval": outcome})
+        cancelled = f", {result.cancelled} cancelled" if result.cancelled else ""
+        log.info("evaluation of %s: %.3f (n=%d%s)", result.policy.short(), result.mean_reward, result.n, cancelled)
+
+    def _await_evaluations(self) -> None:
+        while self._evaluating:
+            waiting = self._evaluating[0].short()
+            self._receive(EvalResult, self._config.run.eval_timeout + REPLY_TIMEOUT_S, f"the evaluation of {waiting}")
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, kind: type[Any], timeout_s: float, awaiting: str) -> Received:
+        """The next message of a kind; evaluation results are taken in passing. Raises LinkTimeout, Interrupted, and
+        AsyncRLError when the buffer stops the run."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._stopping.is_set():
+                raise Interrupted(f"stopped at version {self._state.version}")
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                received = self._buffer.receive(min(SLICE_S, left), awaiting)
+            except LinkTimeout as timeout:
+                if left > SLICE_S:
+                    continue
+                raise LinkTimeout(f"waited {timeout_s:.0f} s for {awaiting} from the buffer") from timeout
+            message = received.message
+            if isinstance(message, Stop):
+                raise AsyncRLError(message.error or f"the buffer ended the run: {message.reason}")
+            if isinstance(message, EvalResult):
+                self._on_eval_result(message)
+            if isinstance(message, kind):
+                return received
+
+    # --- what stays --------------------------------------------------------------------------------------------------
+
+    def _checkpoint_if_due(self) -> None:
+        every = self._config.trainer.checkpoint_every
+        if self._state.version == self._config.run.steps or (every and self._state.version % every == 0):
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        state = msgspec.to_builtins(self._state, str_keys=True)
+        write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
+
+    def _record(
+        self, batch: TrainingBatch, result: StepResult, rate: float, published: Published, *, wait_s: float,
+        train_s: float, step_s: float,
+    ) -> None:  # fmt: skip
+        ages = batch.ages
+        self._metrics.write(
+            {
+                "step": self._state.version - 1,
+                "version": self._state.version,
+                "time_s": self._time_s(),
+                "reward": float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
+                "staleness_max": int(ages.max()) if len(ages) else 0,
+                "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+                "staleness_tokens": [int((ages == age).sum()) for age in range(int(ages.max()) + 1 if len(ages) else 0)],
+                "trained": len(batch.rewards),
+                "dropped": len(batch.dispositions) - len(batch.rewards),
+                "skipped": result.skipped,
+                "tokens": batch.tokens,
+                "train_tokens_per_s": batch.tokens / train_s if train_s else 0.0,
+                "draw_wait_s": wait_s,
+                "train_s": train_s,
+                "upload_ms": published.upload_ms,
+                "step_s": step_s,
+                "learning_rate": rate,
+                **result.metrics,
+            }
+        )
+
+    def _time_s(self) -> float:
+        return round(time.monotonic() - self._started, 3)
+
+    def finish(self, reason: str, error: str = "") -> Final | None:
+        """Tell the services that the run is over; the buffer's last word on the ledger, unless the run failed."""
+        self._store.send(Finish(reason, error))
+        self._buffer.send(Finish(reason, error))
+        self._store.flush(REPLY_TIMEOUT_S)
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._buffer.receive(left, "the buffer's closing account").message
+            if isinstance(message, Final):
+                return message
+        return None
+
+    def fail(self, error: Exception) -> None:
+        """Best effort: let the others end with the cause instead of waiting for a trainer that is gone."""
+        try:
+            self._store.send(Finish("the trainer failed", str(error)))
+            self._buffer.send(Finish("the trainer failed", f"trainer: {error}"))
+            self._store.flush(SLICE_S)
+            self._buffer.flush(SLICE_S)
+        except LinkError:
+            log.warning("the services could not be told")
+
+    def write_results(self, final: Final | None) -> None:
+        """adapters/final, summary.json and the learning curve."""
+        self._backend.export_peft(self._directory.adapters / "final")
+        summary = build_summary(
+            read_metrics(self._directory.metrics_path), final.status if final else None, self._config,
+            time.monotonic() - self._started, {"push_bytes": self._push_bytes},
+        )  # fmt: skip
+        self._directory.summary_path.write_text(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode())
+        draw_learning_curve(self._directory.metrics_path, self._directory.curve_path, self._config)
+
+
+def run_learner(learner: Learner) -> None:
+    """Learn, and whatever happens tell the others why it ended."""
+    try:
+        learner.learn()
+    except Interrupted as interrupted:
+        learner.finish(str(interrupted))
+        log.info("%s; go on with --resume", interrupted)
+    except Exception as error:
+        learner.fail(error)
+        raise
+    else:
+        learner.write_results(learner.finish("all steps are done"))
+
+
+def body(context: PoolContext) -> None:
+    config, directory = context.config, context.directory
+    path = model_path(config)
+    backend = make_backend(config, path)
+    state = State()
+    if context.resume:
+        state = resume(directory.checkpoints, backend)
+    metrics = MetricsWriter(directory.metrics_path)
+
+    def dial(endpoint: str, peer: str) -> Client:
+        link = Client(
+            endpoint, run=directory.run_id, token=directory.token, role="trainer", name=context.name, peer=peer,
+            heartbeat_s=config.buffer.heartbeat,
+        )  # fmt: skip
+        link.connect(config.run.connect_timeout)
+        return link
+
+    buffer = dial(directory.endpoint, "buffer")
+    store = dial(directory.store_endpoint, "store")
+    try:
+        buffer.send(TrainerReady(fingerprint(config, path), state.progress))
+        run_learner(Learner(context, backend, state, buffer, store, metrics))
+    finally:
+        store.close()
+        buffer.close()
+
+
+def resume(checkpoints: Path, backend: Backend) -> State:
+    """The newest whole checkpoint, loaded; a fresh state when there is none yet."""
+    found = find_latest(checkpoints)
+    if found is None:
+        log.info("no checkpoint in %s: starting from version 0", checkpoints)
+        return State()
+    for skipped in found.skipped:
+        log.warning("skipped: %s", skipped)
+    backend.load(found.folder)
+    log.info("resuming from version %d", found.version)
+    return msgspec.convert(found.state, State, str_keys=True)
+
+
+if __name__ == "__main__":
+    pool_main(__file__, body)

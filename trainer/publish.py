@@ -1,0 +1,50 @@
+"""How a policy leaves the trainer: tell the buffer, upload once to the store, wait until it is announced.
+
+The buffer hears of a policy before the store has it, so that no trajectory of a policy it does not know can arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, LinkTimeout
+from async_rl.wire.messages import PinPolicy, PolicyPublished, Stored, Upload
+
+STORE_TIMEOUT_S = 60.0
+
+
+class Published(NamedTuple):
+    size: int
+    upload_ms: float
+
+
+class Publisher:
+    """Raises LinkError when the store does not confirm."""
+
+    def __init__(self, buffer: Client, store: Client) -> None:
+        self._buffer = buffer
+        self._store = store
+
+    def publish(self, policy: PolicyId, path: Path) -> Published:
+        started = time.monotonic()
+        data = path.read_bytes()
+        self._buffer.send(PolicyPublished(policy))
+        self._store.send(Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest()), [data])
+        self._await_stored(policy)
+        return Published(len(data), (time.monotonic() - started) * 1e3)
+
+    def pin(self, policy: PolicyId, pinned: bool) -> None:
+        self._store.send(PinPolicy(policy, pinned))
+
+    def _await_stored(self, policy: PolicyId) -> None:
+        deadline = time.monotonic() + STORE_TIMEOUT_S
+        awaiting = f"the store's word that policy {policy.short()} is stored"
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._store.receive(left, awaiting).message
+            if isinstance(message, Stored) and message.policy == policy:
+                return
+        raise LinkTimeout(f"waited {STORE_TIMEOUT_S:.0f} s for {awaiting}")

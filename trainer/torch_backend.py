@@ -1,0 +1,249 @@
+"""The torch backend: one Hugging Face causal language model on one device, LoRA on it, AdamW on the adapter.
+
+A step is a transaction. Gradients are accumulated over all micro-batches first; only when the loss and the gradient's
+norm are finite do the weights and the optimiser move. So a step that raises, or is skipped, leaves both bit for bit as
+they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import AlgorithmConfig, TrainerConfig
+from async_rl.errors import AsyncRLError
+from async_rl.policy.adapter import write_adapter
+from async_rl.trajectory import MaskReason
+from trainer import optimizer_state
+from trainer.algorithm.loss import TokenData, batch_coefficients, partial_loss, ratio_metrics
+from trainer.backend import Sample, StepResult
+from trainer.logprobs import make_rows, token_logprobs
+from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
+from trainer.packing import pack
+
+
+class Batch(NamedTuple):
+    """A batch's trained tokens. `rows` are the samples that have any, `wanted` the places of their trained tokens,
+    `start` where each row's tokens begin in the flat `data` and `coefficients` (sample order)."""
+
+    rows: list[int]
+    wanted: list[npt.NDArray[np.intp]]
+    start: npt.NDArray[np.int64]
+    data: TokenData
+    coefficients: torch.Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.start[-1])
+
+
+class TorchBackend:
+    """`trainer.backend.Backend` in plain torch.
+
+    `temperature` is that of sampling: logits are divided by it in the loss, because behaviour log-probabilities are
+    those of the distribution that was sampled from. `dtype` is the base model's ("float32", "bfloat16", "float16");
+    the adapter and the optimiser are float32. `device` is "auto", "cpu" or "cuda". Raises AsyncRLError."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        seed: int,
+        dtype: str = "float32",
+        device: str = "auto",
+    ) -> None:
+        self.trainer = trainer
+        self.algorithm = algorithm
+        self.temperature = temperature
+        self.model_path = str(model_path)
+        self.device = _resolve_device(device)
+        self.model = load_model(model_path, dtype).to(self.device)
+        # No dropout: the policy that is trained must be the one that is served.
+        self.model.eval()
+        self.targets = resolve_targets(self.model, trainer.targets)
+        self.parameters = attach_lora(self.model, self.targets, trainer, seed)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=trainer.learning_rate,
+            betas=(trainer.beta1, trainer.beta2),
+            weight_decay=trainer.weight_decay,
+            fused=True,  # one pass over the whole adapter, on CPU too
+        )
+        self.optimizer_steps = 0
+
+    # --- learning ----------------------------------------------------------------------------------------------------
+
+    def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
+        """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate` and those of
+        `ratio_metrics`. A skipped batch moves nothing, not even by weight decay, but its metrics and proximal
+        log-probabilities are real. Raises AsyncRLError for a sample that cannot be trained, naming its attempt."""
+        if not (math.isfinite(learning_rate) and learning_rate >= 0):
+            raise ValueError(f"learning rate {learning_rate}: must be finite and at least 0")
+        batch = self._flatten(samples)
+        self.optimizer.zero_grad(set_to_none=True)
+        # With every advantage 0 the gradient is 0, and only the log-probabilities are worth computing.
+        learns = batch.n_tokens > 0 and bool(batch.data.advantage.any())
+        try:
+            with torch.set_grad_enabled(learns):
+                loss, flat = self._accumulate(samples, batch)
+            norm = self._gradient_norm() if learns else 0.0
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise FloatingPointError(
+                    f"after {self.optimizer_steps} optimiser steps: loss {loss}, gradient norm {norm}; weights and "
+                    "optimiser are unchanged"
+                )
+            if norm > 0:
+                self._move(norm, learning_rate)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        metrics |= ratio_metrics(flat, batch.data, self.algorithm)
+        return StepResult(metrics, _unflatten(samples, batch, flat), skipped=norm == 0)
+
+    def _flatten(self, samples: Sequence[Sample]) -> Batch:
+        rows, wanted = [], []
+        for index, sample in enumerate(samples):
+            places = np.flatnonzero(np.asarray(sample.mask) == MaskReason.SAMPLED)
+            if not places.size:
+                continue
+            if places[0] == 0:
+                raise AsyncRLError(
+                    f"attempt {sample.attempt} of the batch: its first token is marked as sampled, but nothing "
+                    "precedes it; a trajectory starts with at least one prompt token"
+                )
+            if not np.isfinite(sample.behaviour[places]).all():
+                raise FloatingPointError(
+                    f"attempt {sample.attempt} of the batch: a behaviour log-probability is not finite"
+                )
+            rows.append(index)
+            wanted.append(places)
+        counts = np.array([places.size for places in wanted], dtype=np.int64)
+        real = torch.promote_types(self.model.dtype, torch.float32)
+
+        def flat(values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
+            return torch.as_tensor(np.asarray(values), dtype=dtype, device=self.device)
+
+        behaviour = [samples[row].behaviour[places] for row, places in zip(rows, wanted, strict=True)]
+        attempt = flat(np.repeat(np.array([samples[row].attempt for row in rows], dtype=np.int64), counts), torch.int64)
+        data = TokenData(
+            behaviour=flat(np.concatenate([np.zeros(0, np.float32), *behaviour]), real),
+            advantage=flat(np.repeat(np.array([samples[row].advantage for row in rows], np.float64), counts), real),
+            attempt=attempt,
+        )
+        start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return Batch(rows, wanted, start, data, batch_coefficients(attempt, self.algorithm))
+
+    def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> tuple[float, torch.Tensor]:
+        """Loss of the batch and the log-probability of each of its trained tokens [n], with gradients accumulated
+        when they are enabled."""
+        flat = torch.zeros_like(batch.data.behaviour)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        lengths = [int(places[-1]) for places in batch.wanted]
+        attempts = [samples[row].attempt for row in batch.rows]
+        for members in pack(lengths, attempts, self.trainer.micro_batch_tokens):
+            tokens = [samples[batch.rows[row]].tokens for row in members]
+            rows = make_rows(tokens, [batch.wanted[row] for row in members], self.device)
+            ranges = [np.arange(batch.start[row], batch.start[row + 1]) for row in members]
+            where = torch.from_numpy(np.concatenate(ranges)).to(self.device)
+            current = token_logprobs(self.model, rows, self.temperature)
+            data = TokenData(*(values[where] for values in batch.data))
+            loss = partial_loss(current, data, batch.coefficients[where], self.algorithm)
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.detach()
+            flat[where] = current.detach()
+        return float(total), flat
+
+    def _gradient_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return float(nn.utils.get_total_norm(gradients))
+
+    def _move(self, norm: float, learning_rate: float) -> None:
+        """Clip to the global norm and take the optimiser step."""
+        total = torch.tensor(norm, device=self.device)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.trainer.max_grad_norm, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer_steps += 1
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(
+        self, tokens: Sequence[npt.NDArray[np.int32]], temperature: float = 1.0
+    ) -> list[npt.NDArray[np.float32]]:
+        out = [np.zeros(max(len(sequence) - 1, 0), dtype=np.float32) for sequence in tokens]
+        long = [index for index, sequence in enumerate(tokens) if len(sequence) > 1]
+        lengths = [len(tokens[index]) - 1 for index in long]
+        for members in pack(lengths, range(len(long)), self.trainer.micro_batch_tokens):
+            places = [np.arange(1, lengths[row] + 1) for row in members]
+            rows = make_rows([tokens[long[row]] for row in members], places, self.device)
+            values = token_logprobs(self.model, rows, temperature).float().cpu().numpy()
+            ends = np.cumsum([lengths[row] for row in members])
+            for row, part in zip(members, np.split(values, ends[:-1]), strict=True):
+                out[long[row]][:] = part
+        return out
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def export(self, path: Path) -> str:
+        return write_adapter(path, self.parameters, adapter_config(self.targets, self.trainer))
+
+    def export_peft(self, folder: Path) -> None:
+        write_peft_folder(folder, self.parameters, adapter_config(self.targets, self.trainer), self.model_path)
+
+    def save(self, folder: Path) -> None:
+        """adapter.safetensors (an adapter file), optimizer.safetensors and backend.json, in an existing folder."""
+        digest = self.export(folder / optimizer_state.ADAPTER_FILE)
+        counters = optimizer_state.Counters(self.optimizer_steps, digest, self.model_path)
+        optimizer_state.write(folder, self.parameters, self.optimizer, counters)
+
+    def load(self, folder: Path) -> None:
+        """Go on exactly where `save` was called. Nothing changes when it raises AsyncRLError: for files that are
+        missing or broken, or that belong to another set of targets or rank."""
+        self.optimizer_steps = optimizer_state.read(
+            folder, self.parameters, self.optimizer, adapter_config(self.targets, self.trainer)
+        ).optimizer_steps
+
+
+def load_model(path: str | Path, dtype: str) -> nn.Module:
+    """A causal language model from a directory in Hugging Face layout; never from the network. Raises AsyncRLError."""
+    if not Path(path).is_dir():
+        raise AsyncRLError(
+            f"[model] path = {str(path)!r}: no such directory (a model in Hugging Face layout is needed)"
+        )
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype if dtype == "auto" else getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise AsyncRLError(f"[model] path = {str(path)!r}: not a causal language model: {error}") from error
+    return model
+
+
+def _resolve_device(device: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise AsyncRLError('[model] device = "cuda": torch sees no GPU here; set device = "cpu" or "auto"')
+    return torch.device(("cuda" if available else "cpu") if device == "auto" else device)
+
+
+def _unflatten(samples: Sequence[Sample], batch: Batch, flat: torch.Tensor) -> list[npt.NDArray[np.float32]]:
+    """Each sample's log-probabilities, float32[n], 0 where a token does not train."""
+    out = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
+    values = flat.float().cpu().numpy()
+    for index, (row, places) in enumerate(zip(batch.rows, batch.wanted, strict=True)):
+        out[row][places] = values[batch.start[index] : batch.start[index + 1]]
+    return out
