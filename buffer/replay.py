@@ -139,9 +139,10 @@ class Replay:
         if self.groups.exhausted:
             self._end(self.groups.exhausted, effects)
         if not self.ended:
-            self._finish_evaluation(now, effects)
+            if not self.evaluations.idle:
+                self._finish_evaluation(now, effects)
+                self._lease_evaluation(now, effects)
             self._lend(effects)
-            self._lease_evaluation(now, effects)
             self._lease_training(now, effects)
         return effects
 

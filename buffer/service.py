@@ -19,7 +19,7 @@ from async_rl.fingerprint import difference
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
 from async_rl.version import PolicyId
-from async_rl.wire.link import PeerJoined, PeerLost, Received, Server
+from async_rl.wire.link import LinkError, PeerJoined, PeerLost, Received, Server
 from async_rl.wire.messages import (
     BLOB_BYTES,
     Batch,
@@ -31,8 +31,10 @@ from async_rl.wire.messages import (
     EvalResult,
     Final,
     Finish,
+    Introduce,
     Lease,
     Leases,
+    Message,
     NodeReady,
     NodeServing,
     NodeStatus,
@@ -73,10 +75,12 @@ class Service:
         self._started = clock()
         self._reference: dict[str, str] | None = None
         self._trainer: str | None = None
+        self._trainer_lost = ""
         self._ready: dict[str, NodeReady] = {}  # what each node said it is
         self._admitted: set[str] = set()
         self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
         self._wants: dict[str, NodeWants] = {}
+        self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
         self._published_at: dict[PolicyId, float] = {}
         self._newest: PolicyId | None = None
         self._push_ms: list[float] = []
@@ -96,6 +100,7 @@ class Service:
                 self._handle(event)
             if self._clock() >= next_tick:
                 self._apply(events.Ticked())
+                self._check_trainer()
                 next_tick = self._clock() + TICK_S
         self._part()
         if self._finished.error:
@@ -104,6 +109,8 @@ class Service:
     def _handle(self, event: Received | PeerJoined | PeerLost) -> None:
         if isinstance(event, PeerLost):
             self._on_lost(event)
+        elif isinstance(event, PeerJoined):
+            self._on_joined(event)
         elif isinstance(event, Received):
             handler = self._handlers.get((type(event.message), self._server.peers.get(event.peer)))
             if handler is None:
@@ -157,14 +164,26 @@ class Service:
         for node in list(self._ready):
             self._admit(node)
 
+    def _on_joined(self, joined: PeerJoined) -> None:
+        if joined.peer in self._given_up:
+            self._given_up.discard(joined.peer)
+            self._send(joined.peer, Introduce("it was silent for too long, and its leases were given to others"))
+
     def _on_lost(self, lost: PeerLost) -> None:
+        """A silent node loses its leases at once; a silent trainer has until the link gives its session up."""
+        log.warning("%s %s is gone: %s", lost.role, lost.peer, lost.reason)
         if lost.role == "node":
-            log.warning("node %s is gone: %s", lost.peer, lost.reason)
             if lost.peer in self._admitted:
                 self._apply(events.NodeLost(lost.peer, lost.reason))
             self._forget(lost.peer)
-        elif lost.role == "trainer" and lost.peer == self._trainer and self._finished is None:
-            error = f"the trainer {lost.peer} is gone: {lost.reason}"
+            self._given_up.add(lost.peer)
+        elif lost.peer == self._trainer:
+            self._trainer_lost = lost.reason
+            self._check_trainer()
+
+    def _check_trainer(self) -> None:
+        if self._trainer is not None and self._trainer not in self._server.peers and self._finished is None:
+            error = f"the trainer {self._trainer} is gone: {self._trainer_lost}"
             self._stop_everyone(error, error)
 
     def _forget(self, node: str) -> None:
@@ -242,7 +261,7 @@ class Service:
     def _on_confirm(self, received: Received) -> None:
         message: Confirm = received.message
         self._apply(events.BatchConfirmed(message.batch, message.dispositions))
-        self._server.send(received.peer, Confirmed(message.batch, self._replay.progress()))
+        self._send(received.peer, Confirmed(message.batch, self._replay.progress()))
 
     def _on_eval(self, received: Received) -> None:
         message: EvalRequest = received.message
@@ -251,11 +270,11 @@ class Service:
     def _on_finish(self, received: Received) -> None:
         message: Finish = received.message
         self._apply(events.RunFinished(message.reason))
-        self._server.send(received.peer, Final(self.status()))
+        self._send(received.peer, Final(self.status()))
         self._stop_everyone(message.reason, message.error)
 
     def _on_status(self, received: Received) -> None:
-        self._server.send(received.peer, self.status())
+        self._send(received.peer, self.status())
 
     # --- what the rules decide ---------------------------------------------------------------------------------------
 
@@ -266,8 +285,7 @@ class Service:
                 case events.GrantLease(node, lease):
                     grants[node].append(lease)
                 case events.CancelLease(node, lease_id, reason):
-                    if node in self._server.peers:
-                        self._server.send(node, Cancel((lease_id,), reason))
+                    self._send(node, Cancel((lease_id,), reason))
                 case events.LendBatch():
                     self._lend(effect)
                 case events.EvalFinished(policy, n, mean, cancelled, seconds):
@@ -277,7 +295,14 @@ class Service:
                 case events.EndRun(error):
                     self._stop_everyone(error, error)
         for node, leases in grants.items():
-            self._server.send(node, Leases(tuple(leases)))
+            self._send(node, Leases(tuple(leases)))
+
+    def _send(self, peer: str, message: Message, blobs: Sequence[bytes] = ()) -> None:
+        """To a peer that may have left since: then its PeerLost is on the way, and settles what this was about."""
+        try:
+            self._server.send(peer, message, blobs)
+        except LinkError as error:
+            log.info("%s", error)
 
     def _lend(self, lend: events.LendBatch) -> None:
         """Forward the payloads as they came: small ones inside the message, large ones as frames of their own."""
@@ -286,14 +311,14 @@ class Service:
         self._to_trainer(Batch(lend.batch, lend.for_version, lend.groups, inline), blobs)
 
     def _to_trainer(self, message: Batch | EvalResult, blobs: Sequence[bytes] = ()) -> None:
-        if self._trainer is not None and self._trainer in self._server.peers:
-            self._server.send(self._trainer, message, blobs)
+        if self._trainer is not None:
+            self._send(self._trainer, message, blobs)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _stop_everyone(self, reason: str, error: str = "") -> None:
         for peer in list(self._server.peers):
-            self._server.send(peer, Stop(reason, error))
+            self._send(peer, Stop(reason, error))
         if self._finished is None:
             self._finished = Finish(reason, error)
 

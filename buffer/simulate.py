@@ -193,6 +193,7 @@ class Simulation:
         self._count = 0
         self._events = 0
         self._nodes: dict[str, _Node] = {}
+        self._serving = 0  # live nodes with a policy
         self._newest = PolicyId("main", 0, "d0")
         self._served: list[PolicyId] = []  # by version: the policy that was published under it
         self._error = ""
@@ -288,6 +289,7 @@ class Simulation:
     def _flip(self, node: _Node) -> None:
         """The push to this node is complete: it serves the newest policy there is by now, and may skip some."""
         if node.alive and node.policy != self._newest:
+            self._serving += node.policy is None
             node.policy = self._newest
             self._apply(NodeAttested(node.name, node.policy))
             self._ask(node)
@@ -360,7 +362,8 @@ class Simulation:
             status = "env_failed"
         elif draw < scenario.env_failed + scenario.aborted:
             status = "aborted"
-        equal = random.Random(lease.instance).random() < scenario.zero_variance
+        # Decided by the instance alone, since all samples of a group must agree on it.
+        equal = lease.instance % 1_000_003 < scenario.zero_variance * 1_000_003
         tokens = rng.randint(*scenario.tokens)
         versions = self._stamps(node, job, tokens) if status == "ok" else ()
         return ResultArrived(
@@ -395,10 +398,10 @@ class Simulation:
         )
 
     def _die(self, node: _Node) -> None:
-        serving = sum(other.alive and other.policy is not None for other in self._nodes.values())
-        if serving <= 1 or not node.alive:
+        if self._serving - (node.policy is not None) < 1:
             return
         node.alive = False
+        self._serving -= node.policy is not None
         self._retire(node)
         if self._rng.random() < self.scenario.undead:
             node.lost_to_buffer = True

@@ -171,7 +171,9 @@ class StoreService:
         entry = self._files.get(pull.policy)
         data = self._files.read(pull.policy, pull.offset, pull.count) if entry else None
         if entry is None or data is None:
-            self._server.send(peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)"))
+            self._server.send(
+                peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)")
+            )
         else:
             self._server.send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
 

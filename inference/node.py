@@ -32,6 +32,7 @@ from async_rl.wire.messages import (
     BLOB_BYTES,
     COALESCE_BYTES,
     Cancel,
+    Introduce,
     Lease,
     Leases,
     NodeReady,
@@ -59,8 +60,8 @@ class Node:
     """`work()` returns when the run is over. Raises LinkError when the buffer or the store is lost for good."""
 
     def __init__(
-        self, context: PoolContext, engine: Engine, book: RolloutBook, buffer: Client, puller: PolicyPuller,
-        scorer: Scorer, inbox: queue.SimpleQueue[object],
+        self, context: PoolContext, ready: NodeReady, engine: Engine, book: RolloutBook, buffer: Client,
+        puller: PolicyPuller, scorer: Scorer, inbox: queue.SimpleQueue[object],
     ) -> None:  # fmt: skip
         config = context.config.inference
         self._stopping = context.stopping
@@ -78,15 +79,19 @@ class Node:
         self._busy_s = 0.0
         self._sampled_tokens = 0
         self._outbox: list[Trajectory] = []
+        self._ready = ready
+        self._flipped: Flipped | None = None
         self._over: Stop | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def work(self) -> None:
+        self._introduce()
         while self._over is None and not self._stopping.is_set():
             self._read_inbox(0.0 if self._can_step else IDLE_S)
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
+                self._flipped = flipped
                 self._report_flip(flipped)
             for completion in self._step():
                 self._on_completion(completion)
@@ -126,6 +131,8 @@ class Node:
                 log.info("%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
                     self._on_cancel(lease_id)
+            case Received(message=Introduce(reason)):
+                self._introduce(reason)
             case Received(message=Stop()):
                 self._over = item.message
             case Scored():
@@ -151,6 +158,18 @@ class Node:
             log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
             for trajectory in self._book.refused(lease, str(error)):
                 self._collect(trajectory)
+
+    def _introduce(self, reason: str = "") -> None:
+        """Say what this node is and serves; whatever it was doing for the buffer before is void."""
+        if reason:
+            log.warning("beginning again: %s", reason)
+        for lease_id in self._book.leases():
+            self._on_cancel(lease_id)
+        self._outbox.clear()
+        self._book.closed_training_samples = self._wanted = 0
+        self._buffer.send(self._ready)
+        if self._flipped is not None:
+            self._report_flip(self._flipped)
 
     def _on_cancel(self, lease_id: int) -> None:
         for key in self._book.cancel(lease_id):
@@ -234,11 +253,11 @@ def body(context: PoolContext) -> None:
     try:
         buffer = dial(directory.endpoint, "buffer", inbox)
         store = dial(directory.store_endpoint, "store", None)
-        buffer.send(NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path)))
+        ready = NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path))
         puller = PolicyPuller(store, scratch, inbox)
         book = RolloutBook(task, load_tokenizer(path), context.name, engine.capabilities.name)
         try:
-            Node(context, engine, book, buffer, puller, scorer, inbox).work()
+            Node(context, ready, engine, book, buffer, puller, scorer, inbox).work()
         finally:
             puller.close()
             store.close()

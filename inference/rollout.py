@@ -61,6 +61,10 @@ class RolloutBook:
             for sample, seed in zip(lease.samples, lease.seeds, strict=True)
         ]
 
+    def leases(self) -> list[int]:
+        """Every lease that is open here."""
+        return list(self._open)
+
     def sampled(self, completion: Completion) -> ToScore | Trajectory | None:
         """What to do with a completion: score it; report an abort; nothing when its lease was cancelled."""
         lease, _ = completion.key

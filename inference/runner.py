@@ -28,7 +28,7 @@ class PrefillSequence(NamedTuple):
     """Token ids int32[length >= 1] to compute from position 0, and the rows that receive the keys and values."""
 
     tokens: npt.NDArray[np.int32]
-    rows: Sequence[int]
+    rows: list[int]
 
 
 class ModelRunner:
@@ -52,6 +52,8 @@ class ModelRunner:
         self._active = ActiveSlot()
         self.linears = wrap_linears(self.model, self._active, policy_slots)
         self.vocab, layer_shapes = self._probe()
+        # Some models have more logits than embeddings, or the reverse; a token must have both.
+        self.input_vocab = min(int(self.model.get_input_embeddings().weight.shape[0]), self.vocab)
         self.cache = SlotCache(layer_shapes, rows, positions, self.dtype, device)
 
     def load(self, slot: int, adapters: dict[str, LowRank]) -> None:

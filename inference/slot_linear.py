@@ -89,7 +89,7 @@ class UnmergedLinear(SlotLinear):
 
 def wrap_linears(model: nn.Module, active: ActiveSlot, slots: int) -> dict[str, SlotLinear]:
     """Replace every linear module (GPT-2's Conv1D included, its weight transposed) and return them by name."""
-    wrapped = {}
+    wrapped: dict[str, SlotLinear] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             weight = module.weight

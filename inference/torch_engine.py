@@ -29,13 +29,11 @@ from async_rl.version import PolicyId, VersionRun
 from inference.adapter_match import match_adapter
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Request
 from inference.model_loading import end_tokens, pick_device
+from inference.request_checks import check_ids, check_request, request_name
 from inference.resident import ResidentPolicies
 from inference.rows import DEAD, ROW_DTYPE, IntArray, plan_rows, policy_ranges
 from inference.runner import ModelRunner, PrefillSequence
 from inference.sampling import request_uniforms, sample
-
-# Below this, logits / temperature leave float32; who wants the most likely token says 0.
-MIN_TEMPERATURE = 1e-4
 
 # Ended rows are decoded in vain until new requests take their places or they are this share of the batch: moving rows
 # after every end cost more than the work it saved (measured, 64 rows).
@@ -81,7 +79,7 @@ class TorchEngine:
             dtype=dtype,
         )
         self._slots, self._max_context = slots, max_context
-        self._vocab = min(self._runner.model.get_input_embeddings().num_embeddings, self._runner.vocab)
+        self._vocab = self._runner.input_vocab
         self._is_stop = self._stop_table(stop_tokens)
 
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
@@ -146,7 +144,7 @@ class TorchEngine:
         """See Engine.score; sequences may be longer than max_context, but not than the model's positions."""
         most = self._runner.max_positions or math.inf
         for sequence in tokens:
-            self._check_ids("a sequence to score", sequence)
+            check_ids("a sequence to score", sequence, self._vocab)
             if len(sequence) > most:
                 raise EngineError(f"a sequence to score has {len(sequence)} tokens, the model has {most} positions")
         return self._runner.score(self._resident.slot(policy), tokens)
@@ -156,7 +154,7 @@ class TorchEngine:
     def install(self, policy: PolicyId, path: Path) -> Installed:
         if policy not in self._resident:
             slot = self._resident.free_slot()
-            shapes = {name: tuple(linear.weight.shape) for name, linear in self._runner.linears.items()}
+            shapes = {name: (m.out_features, m.in_features) for name, m in self._runner.linears.items()}
             try:
                 tensors, config = read_adapter(path, expected_digest=policy.digest)
             except AdapterError as error:
@@ -206,31 +204,19 @@ class TorchEngine:
 
     def _unpinned_rows(self) -> npt.NDArray[np.bool_]:
         unpinned = [seat for seat, attempt in self._attempts.items() if attempt.request.policy is None]
-        return np.isin(self._live("seat"), unpinned) & (self._live("alive") == 1)
+        unpinned_row: npt.NDArray[np.bool_] = np.isin(self._live("seat"), unpinned) & (self._live("alive") == 1)
+        return unpinned_row
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        prompt, sampling = request.prompt, request.sampling
-        name = f"request {request.key[0]}/{request.key[1]}"
-        self._check_ids(f"the prompt of {name}", prompt)
-        if len(prompt) >= self._max_context:
-            raise EngineError(
-                f"{name}: a prompt of {len(prompt)} tokens leaves no room for a new one in a context of "
-                f"{self._max_context}: shorten it or raise [inference] max_context"
-            )
-        if sampling.top_p != 1.0:
-            raise EngineError(f"{name}: top_p is {sampling.top_p}, but the torch engine samples with top_p = 1 only")
-        if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature < math.inf:
-            raise EngineError(f"{name}: temperature is {sampling.temperature}: 0 or at least {MIN_TEMPERATURE}")
-        if sampling.max_new_tokens < 1:
-            raise EngineError(f"{name}: max_new_tokens is {sampling.max_new_tokens}, must be at least 1")
+        check_request(request, self._vocab, self._max_context)
         if request.key in self._waiting or request.key in self._seat_of:
-            raise EngineError(f"{name}: already submitted and not finished")
+            raise EngineError(f"{request_name(request)}: already submitted and not finished")
         if request.policy is not None:
             self._resident.acquire(request.policy)
-        limit = min(sampling.max_new_tokens, self._max_context - len(prompt))
-        prompt_bytes = np.ascontiguousarray(prompt, dtype=np.int32).tobytes()
+        limit = min(request.sampling.max_new_tokens, self._max_context - len(request.prompt))
+        prompt_bytes = np.ascontiguousarray(request.prompt, dtype=np.int32).tobytes()
         self._waiting[request.key] = _Attempt(request, limit, request.policy, prompt_bytes, time.monotonic())
 
     def abort(self, key: tuple[int, int]) -> None:
@@ -247,7 +233,7 @@ class TorchEngine:
 
     def step(self) -> list[Completion]:
         if self._resident.serving is not None:
-            self._admit()
+            self._admit(self._resident.serving)
             self._refresh()
             self._decode()
         finished, self._finished = self._finished, []
@@ -261,7 +247,7 @@ class TorchEngine:
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self, serving: PolicyId) -> None:
         """Start waiting requests in waves. A wave costs about one step whatever its size, so it is due when the rows
         that stood idle for want of it have lost a step's worth of work, or nothing runs at all."""
         count = min(self._slots - len(self._attempts), len(self._waiting))
@@ -270,11 +256,7 @@ class TorchEngine:
             return
         self._idle_row_steps = 0
         wave = [self._waiting.pop(key) for key in list(self._waiting)[:count]]
-        for attempt in wave:
-            if attempt.policy is None:
-                attempt.policy = self._resident.serving
-                self._resident.acquire(attempt.policy)
-        serials = np.array([self._serials[attempt.policy] for attempt in wave], dtype=np.int64)
+        serials = np.array([self._serials[self._bind(attempt, serving)] for attempt in wave], dtype=np.int64)
         placed = self._arrange(serials)
         holders = self._prompt_holders(exclude=placed)
         shared = []
@@ -284,6 +266,13 @@ class TorchEngine:
             if holder is not None:
                 shared.append((holder, row))
         self._share_prompts(shared)
+
+    def _bind(self, attempt: _Attempt, serving: PolicyId) -> PolicyId:
+        """The policy under which a request starts: its pinned one, else the serving one, counted from now on."""
+        if attempt.policy is None:
+            self._resident.acquire(serving)
+            attempt.policy = serving
+        return attempt.policy
 
     def _seat(self, attempt: _Attempt, serial: int, row: int) -> None:
         """Fill a row and a seat for a request that starts."""
@@ -433,13 +422,6 @@ class TorchEngine:
 
     def _slot_of_serial(self, serial: int) -> int:
         return self._resident.slot(self._installed[serial])
-
-    def _check_ids(self, what: str, ids: npt.NDArray[np.int32]) -> None:
-        if ids.ndim != 1 or not len(ids):
-            raise EngineError(f"{what} is empty (or not one-dimensional): need at least one token id")
-        if ids.min() < 0 or ids.max() >= self._vocab:
-            bad = int(ids[(ids < 0) | (ids >= self._vocab)][0])
-            raise EngineError(f"{what} holds token id {bad}, outside the model's vocabulary of {self._vocab}")
 
     def _stop_table(self, stop_tokens: Collection[int] | None) -> npt.NDArray[np.bool_]:
         table = np.zeros(self._runner.vocab, dtype=bool)

@@ -7,6 +7,7 @@ for_version - max_staleness reaches a loss.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,13 +36,14 @@ log = logging.getLogger("learner")
 
 class TrainingBatch(NamedTuple):
     """What one optimiser step learns from. `ages` are int32 staleness values of all trained tokens; `rewards` float64
-    of the attempts that train; `dispositions` cover every attempt of the batch."""
+    of the attempts that train; `nodes` says how many of them each node sampled; `dispositions` cover every attempt."""
 
     samples: list[Sample]
     dispositions: tuple[Disposition, ...]
     rewards: npt.NDArray[np.float64]
     ages: npt.NDArray[np.int32]
     tokens: int
+    nodes: dict[str, int]
 
 
 def prepare(received: Received, max_staleness: int, advantage: str) -> TrainingBatch:
@@ -68,7 +70,8 @@ def prepare(received: Received, max_staleness: int, advantage: str) -> TrainingB
     versions = [sample.versions[sample.mask == MaskReason.SAMPLED] for sample in samples]
     ages = batch.for_version - np.concatenate(versions) if versions else np.zeros(0, np.int32)
     tokens = sum(len(sample.tokens) for sample in samples)
-    return TrainingBatch(samples, tuple(dispositions), rewards, ages.astype(np.int32), tokens)
+    nodes = dict(Counter(trajectory.node for _, trajectory in kept))
+    return TrainingBatch(samples, tuple(dispositions), rewards, ages.astype(np.int32), tokens, nodes)
 
 
 def _trajectories(received: Received) -> list[Trajectory]:

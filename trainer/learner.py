@@ -44,6 +44,7 @@ log = logging.getLogger("learner")
 REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
 SLICE_S = 0.5  # how often a long wait looks whether the trainer is to stop
 
+
 class Interrupted(AsyncRLError):
     """The trainer was asked to stop; it has checkpointed."""
 
@@ -59,7 +60,13 @@ class State(msgspec.Struct):
 
 class Learner:
     def __init__(
-        self, context: PoolContext, backend: Backend, state: State, buffer: Client, store: Client, metrics: MetricsWriter
+        self,
+        context: PoolContext,
+        backend: Backend,
+        state: State,
+        buffer: Client,
+        store: Client,
+        metrics: MetricsWriter,
     ) -> None:
         self._config = context.config
         self._directory = context.directory
@@ -203,11 +210,14 @@ class Learner:
                 "reward": float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
                 "staleness_max": int(ages.max()) if len(ages) else 0,
                 "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-                "staleness_tokens": [int((ages == age).sum()) for age in range(int(ages.max()) + 1 if len(ages) else 0)],
+                "staleness_tokens": [
+                    int((ages == age).sum()) for age in range(int(ages.max()) + 1 if len(ages) else 0)
+                ],
                 "trained": len(batch.rewards),
                 "dropped": len(batch.dispositions) - len(batch.rewards),
+                "nodes": batch.nodes,
                 "skipped": result.skipped,
-                "tokens": batch.tokens,
+                "batch_tokens": batch.tokens,
                 "train_tokens_per_s": batch.tokens / train_s if train_s else 0.0,
                 "draw_wait_s": wait_s,
                 "train_s": train_s,

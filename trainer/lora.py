@@ -125,8 +125,8 @@ def attach_lora(model: nn.Module, targets: Targets, trainer: TrainerConfig, seed
     generator = torch.Generator().manual_seed(seed)
     parameters: dict[str, nn.Parameter] = {}
     for name in sorted(layers):
-        a = layers[name].get_parameter(f"lora_A.{ADAPTER}.weight")
-        b = layers[name].get_parameter(f"lora_B.{ADAPTER}.weight")
+        a = model.get_parameter(f"{name}.lora_A.{ADAPTER}.weight")
+        b = model.get_parameter(f"{name}.lora_B.{ADAPTER}.weight")
         bound = 1.0 / math.sqrt(a.shape[1])
         with torch.no_grad():
             a.copy_((torch.rand(a.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)

@@ -7,6 +7,7 @@ they were.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
@@ -28,6 +29,8 @@ from trainer.backend import Sample, StepResult
 from trainer.logprobs import make_rows, token_logprobs
 from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
 from trainer.packing import pack
+
+log = logging.getLogger("trainer")
 
 
 class Batch(NamedTuple):
@@ -68,10 +71,12 @@ class TorchBackend:
         self.temperature = temperature
         self.model_path = str(model_path)
         self.device = _resolve_device(device)
-        self.model = load_model(model_path, dtype).to(self.device)
+        self.model = load_model(model_path, dtype)
+        self.model.to(self.device)  # type: ignore[arg-type]
         # No dropout: the policy that is trained must be the one that is served.
         self.model.eval()
         self.targets = resolve_targets(self.model, trainer.targets)
+        log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank))
         self.parameters = attach_lora(self.model, self.targets, trainer, seed)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -81,6 +86,8 @@ class TorchBackend:
             fused=True,  # one pass over the whole adapter, on CPU too
         )
         self.optimizer_steps = 0
+        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self._dtype = next(iter(self.parameters.values())).dtype  # float32, or what is wider
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
@@ -115,21 +122,11 @@ class TorchBackend:
         rows, wanted = [], []
         for index, sample in enumerate(samples):
             places = np.flatnonzero(np.asarray(sample.mask) == MaskReason.SAMPLED)
-            if not places.size:
-                continue
-            if places[0] == 0:
-                raise AsyncRLError(
-                    f"attempt {sample.attempt} of the batch: its first token is marked as sampled, but nothing "
-                    "precedes it; a trajectory starts with at least one prompt token"
-                )
-            if not np.isfinite(sample.behaviour[places]).all():
-                raise FloatingPointError(
-                    f"attempt {sample.attempt} of the batch: a behaviour log-probability is not finite"
-                )
-            rows.append(index)
-            wanted.append(places)
+            if places.size:
+                _check(sample, places, self._vocabulary)
+                rows.append(index)
+                wanted.append(places)
         counts = np.array([places.size for places in wanted], dtype=np.int64)
-        real = torch.promote_types(self.model.dtype, torch.float32)
 
         def flat(values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values), dtype=dtype, device=self.device)
@@ -137,8 +134,10 @@ class TorchBackend:
         behaviour = [samples[row].behaviour[places] for row, places in zip(rows, wanted, strict=True)]
         attempt = flat(np.repeat(np.array([samples[row].attempt for row in rows], dtype=np.int64), counts), torch.int64)
         data = TokenData(
-            behaviour=flat(np.concatenate([np.zeros(0, np.float32), *behaviour]), real),
-            advantage=flat(np.repeat(np.array([samples[row].advantage for row in rows], np.float64), counts), real),
+            behaviour=flat(np.concatenate([np.zeros(0, np.float32), *behaviour]), self._dtype),
+            advantage=flat(
+                np.repeat(np.array([samples[row].advantage for row in rows], np.float64), counts), self._dtype
+            ),
             attempt=attempt,
         )
         start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -218,17 +217,24 @@ class TorchBackend:
         ).optimizer_steps
 
 
-def load_model(path: str | Path, dtype: str) -> nn.Module:
-    """A causal language model from a directory in Hugging Face layout; never from the network. Raises AsyncRLError."""
+def load_model(path: str | Path, dtype: str) -> PreTrainedModel:
+    """A causal language model from a directory in Hugging Face layout, never from the network; `dtype` is torch's name
+    for one, or "auto" for the checkpoint's own. Raises AsyncRLError."""
     if not Path(path).is_dir():
         raise AsyncRLError(
             f"[model] path = {str(path)!r}: no such directory (a model in Hugging Face layout is needed)"
         )
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype if dtype == "auto" else getattr(torch, dtype), local_files_only=True
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        # Soft-capped attention scores (Gemma 2) exist only in the eager attention function.
+        capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            local_files_only=True,
+            **({"attn_implementation": "eager"} if capped else {}),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise AsyncRLError(f"[model] path = {str(path)!r}: not a causal language model: {error}") from error
     return model
 
@@ -238,6 +244,17 @@ def _resolve_device(device: str) -> torch.device:
     if device == "cuda" and not available:
         raise AsyncRLError('[model] device = "cuda": torch sees no GPU here; set device = "cpu" or "auto"')
     return torch.device(("cuda" if available else "cpu") if device == "auto" else device)
+
+
+def _check(sample: Sample, places: npt.NDArray[np.intp], vocabulary: int) -> None:
+    """Refuse what cannot be trained. Raises AsyncRLError and FloatingPointError naming the attempt."""
+    name = f"attempt {sample.attempt} of the batch"
+    if places[0] == 0:
+        raise AsyncRLError(f"{name}: its first token is marked as sampled, but there is no prompt token before it")
+    if sample.tokens.min() < 0 or sample.tokens.max() >= vocabulary:
+        raise AsyncRLError(f"{name}: a token id outside the model's vocabulary of {vocabulary}")
+    if not np.isfinite(sample.behaviour[places]).all():
+        raise FloatingPointError(f"{name}: a behaviour log-probability is not finite")
 
 
 def _unflatten(samples: Sequence[Sample], batch: Batch, flat: torch.Tensor) -> list[npt.NDArray[np.float32]]:

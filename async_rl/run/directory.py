@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -177,27 +178,40 @@ class RunDirectory:
 
 
 def _endpoints(config: Config) -> dict[str, str]:
-    """endpoint and store_endpoint with "auto" resolved to ipc sockets in a directory of their own (short, since a
-    socket's path may have about 100 bytes, and 0700), which is named too."""
-    chosen = {"endpoint": config.buffer.endpoint, "store_endpoint": config.buffer.store_endpoint}
+    """endpoint and store_endpoint with "auto" and free ports resolved. "auto" is an ipc socket in a directory of the
+    run's own (0700, and short: a socket's path may have about 100 bytes), which is named too."""
+    chosen = {
+        "endpoint": _with_port(config.buffer.endpoint),
+        "store_endpoint": _with_port(config.buffer.store_endpoint),
+    }
     if "auto" in chosen.values():
         folder = make_ipc_directory()
         chosen["sockets"] = str(folder)
-        for key, socket in (("endpoint", "buffer"), ("store_endpoint", "store")):
+        for key, name in (("endpoint", "buffer"), ("store_endpoint", "store")):
             if chosen[key] == "auto":
-                chosen[key] = f"ipc://{folder / socket}"
+                chosen[key] = f"ipc://{folder / name}"
     return chosen
 
 
 def _check_endpoints(config: Config) -> None:
-    """Before anything is made. The other pools read the endpoints from run.json, so a port must have its number."""
+    """Before anything is made."""
     explicit = [end for end in (config.buffer.endpoint, config.buffer.store_endpoint) if end != "auto"]
     for endpoint in explicit:
         check_endpoint(endpoint)
-        if endpoint.endswith(":*"):
-            raise RunDirectoryError(f"{endpoint}: the pools must know where to dial: give the port a number")
-    if len(set(explicit)) < len(explicit):
-        raise RunDirectoryError(f"[buffer] endpoint and store_endpoint are both {explicit[0]}: give each its own")
+    fixed = [endpoint for endpoint in explicit if not endpoint.endswith(":*")]
+    if len(set(fixed)) < len(fixed):
+        raise RunDirectoryError(f"[buffer] endpoint and store_endpoint are both {fixed[0]}: give each its own")
+
+
+def _with_port(endpoint: str) -> str:
+    """`tcp://HOST:*` with a port that was free a moment ago: the other pools read from run.json where to dial."""
+    if not endpoint.endswith(":*"):
+        return endpoint
+    host = endpoint.removeprefix("tcp://").removesuffix(":*")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def _claim(path: Path) -> Path:

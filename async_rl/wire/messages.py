@@ -5,7 +5,7 @@ structs are arrays on the wire (no field names), so a field may only be appended
 new SCHEMA. Who sends what:
 
     node    -> buffer   NodeReady, NodeServing, NodeTrouble, NodeWants, Results
-    buffer  -> node     Leases, Cancel, Stop
+    buffer  -> node     Leases, Cancel, Introduce, Stop
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Stop
     tool    -> buffer   StatusRequest            buffer -> tool      Status
@@ -126,6 +126,12 @@ class Leases(Message, frozen=True, array_like=True, tag=True):
 
 class Cancel(Message, frozen=True, array_like=True, tag=True):
     leases: tuple[int, ...]
+    reason: str
+
+
+class Introduce(Message, frozen=True, array_like=True, tag=True):
+    """The buffer has given this node up meanwhile: drop every lease and begin again with NodeReady."""
+
     reason: str
 
 
@@ -332,7 +338,7 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
 
 
 AnyMessage = (
-    NodeReady | NodeServing | NodeTrouble | NodeWants | Results | Leases | Cancel | Stop
+    NodeReady | NodeServing | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
     | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
 )  # fmt: skip

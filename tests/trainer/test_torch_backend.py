@@ -287,6 +287,13 @@ def test_a_sampled_first_token_is_refused_by_name(model_path: Path) -> None:
         make(model_path).step(batch, 1e-3)
 
 
+def test_a_token_outside_the_vocabulary_is_refused_by_name(model_path: Path) -> None:
+    batch = samples()
+    batch[4] = batch[4]._replace(tokens=batch[4].tokens + VOCABULARY, attempt=77)
+    with pytest.raises(AsyncRLError, match=r"attempt 77.*vocabulary of 17"):
+        make(model_path).step(batch, 1e-3)
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -64,10 +64,17 @@ def test_explicit_endpoints_are_kept(tmp_path: Path) -> None:
     assert (directory.endpoint, directory.store_endpoint) == ("tcp://127.0.0.1:5701", "tcp://127.0.0.1:5702")
 
 
+def test_any_free_port_is_a_number_in_the_run(tmp_path: Path) -> None:
+    ends = {"endpoint": "tcp://127.0.0.1:*", "store_endpoint": "tcp://127.0.0.1:*"}
+    directory = RunDirectory.create(tmp_path / "out", config(**ends))
+    ports = {int(endpoint.rpartition(":")[2]) for endpoint in (directory.endpoint, directory.store_endpoint)}
+    assert len(ports) == 2
+    assert min(ports) > 0
+
+
 @pytest.mark.parametrize(
     ("ends", "message"),
     [
-        ({"endpoint": "tcp://127.0.0.1:*"}, "give the port a number"),
         ({"endpoint": "tcp://127.0.0.1:5701", "store_endpoint": "tcp://127.0.0.1:5701"}, "give each its own"),
         ({"endpoint": "tcp://0.0.0.0:5701"}, "0.0.0.0"),
     ],

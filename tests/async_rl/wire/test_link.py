@@ -331,12 +331,16 @@ def test_a_cut_connection_resumes_the_session_without_losing_or_repeating_anythi
         node.send(Draw(version))
     wait_for(lambda: len(served.messages()) > 0)
 
+    cut = threading.Event()
+
     def forget_connection(server: Server) -> None:  # as when TCP breaks: the ROUTER knows a new connection only
         for peer in server._peers.values():
             del server._routes[peer.route or b""]
             peer.route = None
+        cut.set()
 
     served.do.put(forget_connection)
+    assert cut.wait(5)
     for version in range(10, 30):
         node.send(Draw(version))
     assert [node.receive(5, "an echo").message.for_version for _ in range(30)] == list(range(30))

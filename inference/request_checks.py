@@ -1,0 +1,44 @@
+"""What an engine refuses before it queues anything: pure checks of requests and token ids, naming the request."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from inference.engine import EngineError, Request
+
+# Below this, logits / temperature leave float32; who wants the most likely token says 0.
+MIN_TEMPERATURE = 1e-4
+
+
+def check_ids(what: str, ids: npt.NDArray[np.int32], vocab: int) -> None:
+    """At least one id, all in [0, vocab)."""
+    if ids.ndim != 1 or not len(ids):
+        raise EngineError(f"{what} is empty (or not one-dimensional): need at least one token id")
+    if ids.min() < 0 or ids.max() >= vocab:
+        bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+        raise EngineError(f"{what} holds token id {bad}, outside the model's vocabulary of {vocab}")
+
+
+def check_request(request: Request, vocab: int, max_context: int) -> None:
+    """Prompt and sampling parameters that the torch engine can serve within `max_context` tokens."""
+    prompt, sampling = request.prompt, request.sampling
+    name = request_name(request)
+    check_ids(f"the prompt of {name}", prompt, vocab)
+    if len(prompt) >= max_context:
+        raise EngineError(
+            f"{name}: a prompt of {len(prompt)} tokens leaves no room for a new one in a context of "
+            f"{max_context}: shorten it or raise [inference] max_context"
+        )
+    if sampling.top_p != 1.0:
+        raise EngineError(f"{name}: top_p is {sampling.top_p}, but the torch engine samples with top_p = 1 only")
+    if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature < math.inf:
+        raise EngineError(f"{name}: temperature is {sampling.temperature}: 0 or at least {MIN_TEMPERATURE}")
+    if sampling.max_new_tokens < 1:
+        raise EngineError(f"{name}: max_new_tokens is {sampling.max_new_tokens}, must be at least 1")
+
+
+def request_name(request: Request) -> str:
+    return f"request {request.key[0]}/{request.key[1]}"

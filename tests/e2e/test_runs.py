@@ -1,0 +1,130 @@
+"""Whole runs with real processes, sockets and a real (tiny) language model."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import real_runs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+def check_finished(run: Path, steps: int, bound: int) -> dict:
+    """What must hold of every run that ended well."""
+    summary = real_runs.summary(run)
+    ledger = summary["ledger"]
+    open_attempts = ledger["leased"] + ledger["ready"] + ledger["batched"]
+    assert summary["steps"] == steps
+    assert open_attempts == 0
+    assert ledger["issued"] == ledger["trained"] + sum(ledger["dropped"].values())
+    assert ledger["trained"] == sum(record["trained"] for record in real_runs.records(run))
+    assert summary["staleness"]["max"] <= bound
+    assert real_runs.processes_of(run) == []
+    return summary
+
+
+def test_reward_rises_when_a_model_learns_across_processes(shell):
+    run = shell.folder / "learns"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run),
+        "--set", "run.steps=40", "--set", "run.eval_every=40", "--set", "run.eval_samples=128",
+        "--set", "buffer.groups_per_step=16", "--set", "inference.slots=64", "--set", "buffer.max_staleness=2",
+        timeout=230,
+    )  # fmt: skip
+    assert code == 0, output
+    summary = check_finished(run, steps=40, bound=2)
+    rewards = [record["reward"] for record in real_runs.records(run)]
+    first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
+    # 1,280 samples at each end, so a standard error below 0.015: a rise by a quarter is not luck.
+    assert last >= first + 0.08, (first, last)
+    assert summary["staleness"]["mean"] > 0
+    assert summary["eval"]["last"] > summary["eval"]["first"]
+    assert (run / "curve.png").stat().st_size > 10_000
+    assert "try next" in output
+
+
+def test_with_bound_0_every_token_is_of_the_trainers_version_and_both_log_probabilities_agree(shell):
+    run = shell.folder / "lockstep"
+    code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "buffer.max_staleness=0")
+    assert code == 0, output
+    check_finished(run, steps=6, bound=0)
+    for record in real_runs.records(run):
+        assert record["staleness_tokens"] == [record["tokens"]]
+        assert record["mismatch_mean"] <= 1e-6
+        assert record["mismatch_max"] <= 5e-5
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "recompute"])
+def test_every_in_flight_policy_completes_a_run_within_the_bound(shell, in_flight):
+    run = shell.folder / in_flight
+    code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", f"inference.in_flight={in_flight}")
+    assert code == 0, output
+    check_finished(run, steps=6, bound=4)
+
+
+def test_pools_started_by_hand_over_tcp_give_a_run_and_a_second_node_joins_half_way(shell, free_port):
+    run = shell.folder / "by-hand"
+    endpoints = [
+        "--set", f"buffer.endpoint=tcp://127.0.0.1:{free_port()}",
+        "--set", f"buffer.store_endpoint=tcp://127.0.0.1:{free_port()}",
+        "--set", "run.steps=30",
+    ]  # fmt: skip
+    common = [str(shell.config), "--out", str(run), *endpoints]
+    buffer = shell.start("buffer", *common)
+    real_runs.wait_for((run / "run.json").exists, 30, "the buffer's run directory")
+    first = shell.start("infer", *common, "--name", "first")
+    trainer = shell.start("train", *common)
+    real_runs.wait_for(lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 5, 90, "five steps")
+    second = shell.start("infer", *common, "--name", "second")
+    outputs = {}
+    for name, process in {"trainer": trainer, "first": first, "second": second, "buffer": buffer}.items():
+        outputs[name], _ = process.communicate(timeout=120)
+        assert process.returncode == 0, (name, outputs[name])
+    check_finished(run, steps=30, bound=4)
+    # It served what was current when it joined, which was not version 0, and its work was trained on.
+    serving = [line for line in outputs["second"].splitlines() if "serving policy" in line]
+    assert serving
+    assert int(serving[0].split("serving policy ")[1].split("-")[0]) >= 4
+    nodes = {entry for record in real_runs.records(run) for entry in record["nodes"]}
+    assert nodes == {"first", "second"}
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint_and_the_ledger_balances(shell):
+    run = shell.folder / "resumed"
+    arguments = [str(shell.config), "--out", str(run), "--set", "run.steps=24"]
+    process = shell.start("run", *arguments)
+    real_runs.wait_for(lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 5, 90, "five steps")
+    real_runs.interrupt(process)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "--resume" in output
+    assert real_runs.processes_of(run) == []
+    before = max(record["step"] for record in real_runs.records(run))
+    assert before < 23
+
+    code, output = shell.run("run", str(run / "config.toml"), "--out", str(run), "--resume")
+    assert code == 0, output
+    summary = real_runs.summary(run)
+    assert summary["steps"] == 24
+    assert summary["ledger_balances"]
+    # Interrupted runs checkpoint at the step they reached, so no step is trained twice.
+    assert [record["step"] for record in real_runs.records(run)] == list(range(24))
+    assert summary["ledger"]["trained"] == 24 * 32
+
+
+def test_the_final_adapter_loads_with_the_line_that_the_run_prints(shell):
+    run = shell.folder / "final"
+    code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "run.steps=2")
+    assert code == 0, output
+    line = next(line.strip() for line in output.splitlines() if "PeftModel.from_pretrained" in line)
+    namespace: dict = {}
+    exec(
+        f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\nmodel = {line.split('= ', 1)[1]}",
+        namespace,
+    )
+    assert any("lora_B" in name for name, _ in namespace["model"].named_parameters())
+    config = json.loads((run / "adapters" / "final" / "adapter_config.json").read_text())
+    assert config["r"] == 16

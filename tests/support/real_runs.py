@@ -1,0 +1,108 @@
+"""Real runs for the end-to-end tests: the command line in subprocesses, on a small config over the quickstart task."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SMALL = """
+[run]
+name = "small"
+steps = 6
+eval_every = 3
+eval_samples = 32
+
+[model.tiny]
+
+[task]
+kind = "digit_sort"
+
+[buffer]
+max_staleness = 4
+groups_per_step = 4
+group_size = 8
+heartbeat = 0.5
+
+[inference]
+nodes = 2
+slots = 32
+max_new_tokens = 12
+max_context = 24
+
+[trainer]
+learning_rate = 2e-3
+checkpoint_every = 2
+"""
+
+
+class Shell:
+    """Starts `async-rl` commands in a directory of their own and ends what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "small.toml"
+        self.config.write_text(SMALL)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "async_rl.run.cli", *arguments],
+            cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}, start_new_session=True,
+        )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str, timeout: float = 120.0) -> tuple[int, str]:
+        """Exit code and everything printed."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.wait()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The training steps of a run's metrics."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "reward" in line]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.1)
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Every process on this machine that was started for a run directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        arguments: Sequence[str] = process.info["cmdline"] or ()
+        if str(run) in arguments and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)
