@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
             "",
             "made:",
             *(f"  {label:<16}{place}" for label, place in made if place.exists()),
+            *_loading(directory),
             "",
             "try next:",
             f"  async-rl export {path} DIR --merged  # the trained policy as a whole model",
@@ -32,6 +34,17 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
             f"  async-rl run {path}/config.toml --set algorithm.treatment=uncorrected  # without correcting for age",
         ]
     )
+
+
+def _loading(directory: RunDirectory) -> list[str]:
+    """The line of Python that loads the adapter, if there is one."""
+    folder = directory.adapters / "final"
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError):
+        return []
+    model = f"transformers.AutoModelForCausalLM.from_pretrained({str(base)!r})"
+    return ["", "load the adapter in Python:", f"  peft.PeftModel.from_pretrained({model}, {str(folder)!r})"]
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:

@@ -1,0 +1,131 @@
+"""Evaluation: leased first, pinned to one policy, within a share of the slots, never trained on."""
+
+from __future__ import annotations
+
+import math
+
+from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.messages import SamplingParams
+from buffer.events import EvalFinished, EvalRequested, NodeLost, RunFinished, Ticked
+
+GREEDY = SamplingParams(0.0, 16)
+
+
+def request(play, n, timeout=30.0, policy=None):
+    return play.apply(EvalRequested(policy or play.policies[-1], n, GREEDY, timeout))
+
+
+def evals(tools, effects):
+    return [lease for lease in tools.leases(effects) if lease.split == "eval"]
+
+
+def test_evaluation_goes_out_first_within_its_share_and_counts_neither_as_wanted_nor_in_the_ledger(tools):
+    play = tools.play()
+    play.node("a", slots=4)
+    effects = request(play, 5)
+    leases = evals(tools, effects)
+    assert [(lease.instance, lease.samples, lease.ticket) for lease in leases] == [(0, (0,), -1), (1, (0,), -1)]
+    assert all(lease.policy == play.policies[0] and lease.sampling == GREEDY for lease in leases)
+    assert [lease.ticket for lease in play.want("a", 1)] == [0]
+    assert play.replay.ledger["issued"] == 2
+    rewards = iter([1.0, 0.0, 1.0, 1.0, 0.0])
+    finished = []
+    while leases:
+        effects = play.result(leases.pop(0), 0, reward=next(rewards))
+        leases += evals(tools, effects)
+        finished += tools.of(EvalFinished, effects)
+    assert finished == [EvalFinished(play.policies[0], 5, 0.6, 0, 0.0)]
+    assert play.replay.eval_ledger["evaluated"] == 5
+    assert play.replay.ready_bytes == 0
+
+
+def test_nodes_that_serve_the_policy_come_first_and_others_take_what_is_left(tools):
+    play = tools.play()
+    play.node("old", slots=2)
+    play.publish()
+    play.node("new", slots=2)
+    granted = tools.granted(request(play, 3))
+    assert [node for node, _ in granted] == ["new", "old"]
+
+
+def test_a_lost_nodes_evaluations_go_elsewhere_with_the_same_seed(tools):
+    play = tools.play()
+    play.node("a", slots=2)
+    (first,) = evals(tools, request(play, 1))
+    play.node("b", slots=2)
+    (again,) = evals(tools, play.apply(NodeLost("a", "silent")))
+    assert (again.instance, again.seeds) == (first.instance, first.seeds)
+    assert play.replay.eval_ledger["dropped.node_lost"] == 1
+    (finished,) = tools.of(EvalFinished, play.result(again, 0, "b", reward=1.0))
+    assert (finished.n, finished.mean_reward) == (1, 1.0)
+
+
+def test_at_its_time_out_the_rest_is_cancelled_counted_and_the_result_reported_with_its_n(tools):
+    play = tools.play()
+    play.node("a", slots=4)
+    first, second = evals(tools, request(play, 6))
+    play.result(first, 0, reward=1.0)
+    play.now = 30.0
+    effects = play.apply(Ticked())
+    assert ("a", second.lease) in tools.cancelled(effects)
+    assert tools.of(EvalFinished, effects) == [EvalFinished(play.policies[0], 1, 1.0, 5, 30.0)]
+    assert play.replay.eval_ledger["dropped.cancelled"] == 2
+    play.result(second, 0)
+    assert play.replay.outside == {"late": 1}
+
+
+def test_without_any_result_the_mean_is_not_a_number_rather_than_zero(tools):
+    play = tools.play()
+    play.publish()
+    request(play, 2, timeout=1.0)
+    play.now = 1.0
+    (finished,) = tools.of(EvalFinished, play.apply(Ticked()))
+    assert math.isnan(finished.mean_reward)
+    assert (finished.n, finished.cancelled) == (0, 2)
+
+
+def test_a_sample_of_another_policy_is_refused_and_one_that_keeps_failing_is_given_up_not_scored_zero(tools):
+    play = tools.play(max_tries=2)
+    play.publish()
+    play.node("a", slots=2)
+    (lease,) = evals(tools, request(play, 2, policy=play.policies[0]))
+    (again,) = evals(tools, play.result(lease, 0, versions=(VersionRun(0, "d0", 3), VersionRun(0, "forged", 1))))
+    assert again.instance == 0
+    assert again.seeds != lease.seeds
+    (other,) = evals(tools, play.result(again, 0, status="env_failed", versions=(), payload=b""))
+    assert other.instance == 1
+    (finished,) = tools.of(EvalFinished, play.result(other, 0, reward=0.5))
+    assert (finished.n, finished.mean_reward, finished.cancelled) == (1, 0.5, 1)
+    ledger = play.replay.eval_ledger
+    assert (ledger["dropped.refused"], ledger["dropped.env_failed"], ledger["evaluated"]) == (1, 1, 1)
+
+
+def test_evaluations_wait_their_turn_and_each_has_its_own_time(tools):
+    play = tools.play()
+    play.node("a", slots=2)
+    (first,) = evals(tools, request(play, 1))
+    assert evals(tools, request(play, 1)) == []
+    play.now = 29.0
+    effects = play.result(first, 0)
+    (second,) = evals(tools, effects)
+    play.now = 31.0
+    assert tools.of(EvalFinished, play.apply(Ticked())) == []
+    assert "the evaluation of 0-d0 waits for 1 of 1 samples" in play.replay.waiting(play.now)
+    (finished,) = tools.of(EvalFinished, play.result(second, 0))
+    assert finished.seconds == 2.0
+
+
+def test_evaluation_of_a_policy_never_published_ends_the_run(tools):
+    play = tools.play()
+    play.publish()
+    (error,) = tools.errors(request(play, 1, policy=PolicyId("main", 9, "d9")))
+    assert "never published" in error
+
+
+def test_the_end_of_the_run_closes_an_evaluation_that_is_under_way(tools):
+    play = tools.play()
+    play.node("a", slots=2)
+    (lease,) = evals(tools, request(play, 3))
+    effects = play.apply(RunFinished("done"))
+    assert tools.cancelled(effects) == [("a", lease.lease)]
+    assert play.replay.eval_ledger["dropped.cancelled"] == 1
