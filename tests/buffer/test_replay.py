@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import Disposition
 from buffer.events import (
     BatchConfirmed,
     DrawRequested,
+    EvalRequested,
     LendBatch,
     NodeAttested,
     NodeJoined,
@@ -404,6 +407,57 @@ def test_a_checkpoint_of_another_batch_size_or_into_a_buffer_in_use_is_refused(t
     (error,) = tools.errors(tools.play(groups_per_step=3).apply(Resumed(progress)))
     assert "2 spent tickets after 1 batches" in error
     assert "in use" in tools.errors(play.apply(Resumed(progress)))[0]
+
+
+# --- anything at all -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.randoms(use_true_random=False), st.sampled_from(["retry", "drop", "accept"]))
+def test_the_books_balance_whatever_nodes_say_and_in_whatever_order(tools, rng, on_short_group):
+    """Duplicates, forgeries, foreign results, attestations that jump back, deaths in mid-lease, time running out, and
+    a trainer that draws twice: `Play` audits after every event."""
+    play = tools.play(
+        max_tries=10**6, on_short_group=on_short_group, zero_variance="refill", lease_timeout=5.0, capacity_bytes=3000
+    )
+    play.publish()
+    for _ in range(150):
+        play.now += rng.random()
+        node = rng.choice("abc")
+        match rng.randrange(9):
+            case 0:
+                play.apply(rng.choice([NodeJoined(node, 2), NodeLost(node, "test"), Ticked()]))
+            case 1:
+                play.apply(NodeAttested(node, rng.choice([*play.policies, PolicyId("main", 0, "forged")])))
+            case 2:
+                play.want(node, rng.randrange(60))
+            case 3:
+                play.draw()
+                if play.replay.lent is not None and rng.random() < 0.7 and play.replay.confirmed_batches < 8:
+                    play.confirm(rng.choice(["trained", "stale", "refused"]))
+            case 4:
+                play.apply(EvalRequested(rng.choice(play.policies), rng.randrange(4), play.rules.sampling, 3.0))
+            case _:
+                known = [*play.replay.leases.open, 0, play.replay.leases.next_lease]
+                lease = play.replay.leases.open.get(rng.choice(known))
+                policy = rng.choice(play.policies)
+                play.apply(
+                    ResultArrived(
+                        node=lease.node if lease and rng.random() < 0.9 else node,
+                        lease=lease.lease if lease else rng.choice(known),
+                        sample=rng.randrange(2),
+                        status=rng.choice(["ok", "ok", "ok", "env_failed", "aborted"]),
+                        reward=float(rng.randrange(2)),
+                        versions=(VersionRun(policy.version, rng.choice([policy.digest] * 9 + ["forged"]), 3),),
+                        n_tokens=3,
+                        payload=bytes(rng.randrange(500)),
+                    )
+                )
+    assert not play.replay.ended
+    play.apply(RunFinished("done"))
+    open_places = ("leased", "ready", "batched")
+    assert [play.replay.ledger[place] for place in open_places] == [0, 0, 0]
+    assert play.replay.eval_ledger["leased"] == 0
 
 
 # --- who waits -------------------------------------------------------------------------------------------------------

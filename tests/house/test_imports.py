@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "peft", "safetensors", "vllm", "sglang"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
 MAX_LINES = 400
-# One idea each that does not come apart: the ends of the link, the rules composed, their service and simulator, an engine.
+# One idea each that does not come apart: the ends of the link; the rules composed, served, simulated; an engine.
 LONGER = {
     "async_rl/wire/client.py": 500,
     "async_rl/wire/server.py": 500,

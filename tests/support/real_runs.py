@@ -25,6 +25,7 @@ eval_samples = 32
 
 [task]
 kind = "digit_sort"
+digits = 8
 
 [buffer]
 max_staleness = 4
