@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
             "made:",
             *(f"  {label:<16}{place}" for label, place in made if place.exists()),
             *_loading(directory),
+            *loading_words(directory),
             "",
             "try next:",
             f"  async-rl export {path} DIR --merged  # the trained policy as a whole model",
@@ -45,6 +47,16 @@ def _loading(directory: RunDirectory) -> list[str]:
         return []
     model = f"transformers.AutoModelForCausalLM.from_pretrained({str(base)!r})"
     return ["", "load the adapter in Python:", f"  peft.PeftModel.from_pretrained({model}, {str(folder)!r})"]
+
+
+def loading_words(directory: RunDirectory) -> list[str]:
+    """How to load adapters/final on its base model; nothing without it."""
+    config = directory.adapters / "final" / "adapter_config.json"
+    if not config.exists():
+        return []
+    base = json.loads(config.read_text())["base_model_name_or_path"]
+    expression = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{config.parent}")'
+    return ["", "load it in Python (transformers, peft):", f"  model = {expression}"]
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
