@@ -19,7 +19,7 @@ import msgspec
 
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.version import PolicyId
-from async_rl.wire.link import PeerJoined, PeerLost, Received, Server
+from async_rl.wire.link import LinkError, PeerJoined, PeerLost, Received, Server
 from async_rl.wire.messages import Announce, Chunk, Finish, Message, PinPolicy, Pull, Stop, Stored, Upload
 
 log = logging.getLogger("store")
@@ -141,7 +141,7 @@ class StoreService:
         """A joiner hears of the newest policy at once: it serves the current version before its first token."""
         newest = self._files.newest
         if newest is not None:
-            self._server.send(node, Announce(*newest))
+            self._send(node, Announce(*newest))
 
     def _handle(self, received: Received) -> None:
         message: Message = received.message
@@ -164,22 +164,29 @@ class StoreService:
             return
         for node, role in list(self._server.peers.items()):
             if role == "node":
-                self._server.send(node, Announce(*entry))
-        self._server.send(peer, Stored(upload.policy))
+                self._send(node, Announce(*entry))
+        self._send(peer, Stored(upload.policy))
 
     def _on_pull(self, peer: str, pull: Pull) -> None:
         entry = self._files.get(pull.policy)
         data = self._files.read(pull.policy, pull.offset, pull.count) if entry else None
         if entry is None or data is None:
-            self._server.send(
+            self._send(
                 peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)")
             )
         else:
-            self._server.send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
+            self._send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
+
+    def _send(self, peer: str, message: Message, blobs: Sequence[bytes] = ()) -> None:
+        """To a peer that may have left since it asked; when it comes back it is greeted again."""
+        try:
+            self._server.send(peer, message, blobs)
+        except LinkError as error:
+            log.info("%s", error)
 
     def _part(self) -> None:
         for peer in list(self._server.peers):
-            self._server.send(peer, Stop("the run is over"))
+            self._send(peer, Stop("the run is over"))
         for _ in range(int(PARTING_S / POLL_S)):
             if not self._server.peers:
                 return

@@ -33,6 +33,8 @@ class Publisher:
         started = time.monotonic()
         data = path.read_bytes()
         self._buffer.send(PolicyPublished(policy))
+        # Not just sent but handled: a node that serves the policy may speak to the buffer over a faster connection.
+        self._buffer.flush(STORE_TIMEOUT_S)
         self._store.send(Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest()), [data])
         self._await_stored(policy)
         return Published(len(data), (time.monotonic() - started) * 1e3)

@@ -1,0 +1,83 @@
+"""What the policy store keeps, and that what it announces is whole and durable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.version import PolicyId
+from async_rl.wire.messages import Upload
+from buffer.store import PolicyFiles, StoredPolicy, expired
+
+
+def policy(version: int, mark: str = "a") -> PolicyId:
+    return PolicyId("main", version, (mark * 64)[:64])
+
+
+def upload(identity: PolicyId, data: bytes) -> Upload:
+    return Upload(identity, "lora", len(data), hashlib.sha256(data).hexdigest())
+
+
+@given(
+    versions=st.lists(st.integers(0, 30), min_size=1, unique=True),
+    pins=st.sets(st.integers(0, 30)),
+    bound=st.integers(0, 6),
+)
+def test_nothing_that_a_trajectory_within_the_bound_or_an_evaluation_needs_is_let_go(versions, pins, bound):
+    stored = [StoredPolicy(policy(v), "lora", 1, "", order) for order, v in enumerate(versions, start=1)]
+    gone = {entry.policy.version for entry in expired(stored, [policy(v) for v in pins], bound)}
+    newest = versions[-1]
+    kept = set(versions) - gone
+    assert newest in kept
+    assert {v for v in versions if v >= newest - bound - 1} <= kept
+    assert pins & set(versions) <= kept
+    assert all(v < newest - bound - 1 for v in gone)
+
+
+def test_a_stored_policy_is_on_disk_whole_and_in_the_index_before_add_returns(tmp_path):
+    files = PolicyFiles(tmp_path / "store", "run1", 4)
+    data = bytes(range(256)) * 100
+    entry = files.add(upload(policy(3), data), memoryview(data))
+    assert files.newest == entry
+    assert files.read(policy(3), 0, 1 << 20) == data
+    assert files.read(policy(3), 10, 5) == data[10:15]
+    line = json.loads((tmp_path / "store" / "index.jsonl").read_text())
+    assert line == ["run1", ["main", 3, "a" * 64], "lora", len(data), entry.sha256, entry.order]
+    assert list((tmp_path / "store").glob("*.part")) == []
+
+
+def test_bytes_that_are_not_those_announced_are_refused_and_nothing_changes(tmp_path):
+    files = PolicyFiles(tmp_path, "run1", 4)
+    data = b"adapter"
+    with pytest.raises(ValueError, match="not those announced"):
+        files.add(upload(policy(1), data), memoryview(b"adaptor"))
+    with pytest.raises(ValueError, match="not those announced"):
+        files.add(upload(policy(1), data), memoryview(data[:-1]))
+    assert files.newest is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_versions_leave_the_disk_and_pinned_ones_stay(tmp_path):
+    files = PolicyFiles(tmp_path, "run1", 1)
+    for version in range(6):
+        data = str(version).encode()
+        files.add(upload(policy(version), data), memoryview(data))
+        if version == 1:
+            files.pin(policy(1), True)
+    assert {int(path.name.split("-")[0]) for path in tmp_path.glob("*.policy")} == {1, 3, 4, 5}
+    files.pin(policy(1), False)
+    assert {int(path.name.split("-")[0]) for path in tmp_path.glob("*.policy")} == {3, 4, 5}
+    assert files.read(policy(1), 0, 10) is None
+
+
+def test_a_store_that_starts_again_serves_nothing_of_an_earlier_session(tmp_path: Path):
+    data = b"x"
+    PolicyFiles(tmp_path, "run1", 1).add(upload(policy(7), data), memoryview(data))
+    again = PolicyFiles(tmp_path, "run1", 1)
+    assert again.newest is None
+    assert list(tmp_path.glob("*.policy")) == []
