@@ -259,7 +259,9 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     for override in overrides:
         apply_override(table, override)
-    table.setdefault("run", {}).setdefault("name", path.stem)
+    run = table.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
     return config_from_table(table, str(path))
 
 

@@ -32,6 +32,7 @@ EXTRA_DTYPES = frozenset(
     {"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"}
 )
 BYTES_PER_TOKEN = 4 + 4 + 1
+MAX_EXTRA_DIMENSIONS = 8  # far below numpy's own limit, at which a view cannot be made
 
 
 class MaskReason(IntEnum):
@@ -198,24 +199,37 @@ def check_header(trajectory: Trajectory) -> None:
         for extra in header.extras:
             if extra.dtype not in EXTRA_DTYPES:
                 raise TrajectoryError(f"attempt {name}: extra {extra.name!r} has dtype {extra.dtype!r}")
-            if not extra.shape or extra.shape[0] != header.n_tokens or min(extra.shape) < 0:
+            # A dimension of 0 would let another be as large as it likes without a byte being there.
+            fits = 1 <= len(extra.shape) <= MAX_EXTRA_DIMENSIONS and min(extra.shape) >= 1
+            if not fits or extra.shape[0] != header.n_tokens:
                 raise TrajectoryError(f"attempt {name}: extra {extra.name!r} has shape {extra.shape}")
     declared = sum(header.nbytes for header in trajectory.segments)
     if declared != trajectory.arrays.nbytes:
         raise TrajectoryError(f"attempt {name}: {declared} bytes declared, {trajectory.arrays.nbytes} received")
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """`check_header`, then what needs the arrays: every sampled token has a version and a finite log-probability
-    that is at most 0. Raises TrajectoryError naming the attempt."""
+def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None) -> None:
+    """`check_header`, then what needs the arrays: token ids are in the vocabulary (when its size is given); every sampled token has a token before it, a version and a finite
+    log-probability that is at most 0. Raises TrajectoryError naming the attempt."""
     check_header(trajectory)
     for index, (header, arrays) in enumerate(zip(trajectory.segments, segment_arrays(trajectory), strict=True)):
+        tokens = arrays.tokens
+        if tokens.min() < 0 or (vocabulary_size is not None and tokens.max() >= vocabulary_size):
+            raise TrajectoryError(
+                f"attempt {trajectory.attempt}, segment {index}: token ids from {tokens.min()} to {tokens.max()} are "
+                f"not all in the vocabulary of {vocabulary_size}"
+            )
         sampled = arrays.mask == MaskReason.SAMPLED
         stamped = sum(run.count for run in header.versions)
         if int(sampled.sum()) != stamped:
             raise TrajectoryError(
                 f"attempt {trajectory.attempt}, segment {index}: {int(sampled.sum())} sampled tokens, "
                 f"{stamped} version stamps"
+            )
+        if sampled[0]:
+            raise TrajectoryError(
+                f"attempt {trajectory.attempt}, segment {index}: its first token is marked as sampled, but there is "
+                "no prompt token before it"
             )
         logprobs = arrays.logprobs[sampled]
         # The log of a probability that rounds to 1 may come out a hair above 0 in float32.

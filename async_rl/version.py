@@ -17,9 +17,9 @@ import numpy.typing as npt
 from msgspec import Meta
 
 # What a peer sends becomes part of file names, so the alphabet is checked when a message is decoded.
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 Version = Annotated[int, Meta(ge=0)]
-Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # SHA-256
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # SHA-256
 
 
 class PolicyId(msgspec.Struct, frozen=True, array_like=True):

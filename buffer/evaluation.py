@@ -106,17 +106,22 @@ class Evaluations:
         self.current.rewards.append(reward)
 
     def dropped(self, node: Node, lease: int, instance: int, reason: str) -> None:
-        """Without a result: a failed or refused one costs a try and is given up (counted as cancelled, never as reward
-        0) at max_tries; any other is leased again as it was."""
+        """Taken back, through no fault of its own: leased again as it was."""
         self._close(node, lease, f"dropped.{reason}")
+        assert self.current is not None
+        self.current.pending.appendleft(instance)
+
+    def failed(self, node: Node, lease: int, instance: int, reason: str) -> None:
+        """Refused, or failed or given up by its node: costs a try, and at max_tries the instance is counted as
+        cancelled, never as reward 0."""
         current = self.current
         assert current is not None
-        if reason in ("env_failed", "refused"):
-            current.tries[instance] = current.tries.get(instance, 0) + 1
-            if current.tries[instance] >= self._max_tries:
-                current.cancelled += 1
-                return
-        current.pending.appendleft(instance)
+        current.tries[instance] = current.tries.get(instance, 0) + 1
+        if current.tries[instance] < self._max_tries:
+            self.dropped(node, lease, instance, reason)
+        else:
+            self._close(node, lease, f"dropped.{reason}")
+            current.cancelled += 1
 
     def due(self, now: float) -> bool:
         return self.current is not None and (self.current.closed >= self.current.n or now >= self.current.deadline)

@@ -222,7 +222,7 @@ class Replay:
         elif event.status == "env_failed":
             groups.fail(ticket, *attempt, "env_failed", f"on {event.node}")
         elif event.status == "aborted":
-            groups.give_back(ticket, *attempt, "cancelled")
+            groups.fail(ticket, *attempt, "cancelled", f"given up by {event.node}")
         else:
             oldest = oldest_version(event.versions)
             if is_stale(self.confirmed_batches, oldest, self.rules.max_staleness):
@@ -232,12 +232,12 @@ class Replay:
 
     def _close_evaluated(self, event: ResultArrived, lease: OpenLease, node: Node, refusal: Refusal | None) -> None:
         if refusal is not None:
-            self.evaluations.dropped(node, lease.lease, lease.instance, "refused")
+            self.evaluations.failed(node, lease.lease, lease.instance, "refused")
         elif event.status == "ok":
             self.evaluations.evaluated(node, lease.lease, event.reward)
         else:
             reason = "env_failed" if event.status == "env_failed" else "cancelled"
-            self.evaluations.dropped(node, lease.lease, lease.instance, reason)
+            self.evaluations.failed(node, lease.lease, lease.instance, reason)
 
     # --- closing leases ----------------------------------------------------------------------------------------------
 

@@ -11,9 +11,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
+from async_rl.config import group_bytes
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import difference
 from async_rl.run.process import PoolContext, pool_main
@@ -21,7 +23,6 @@ from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, PeerLost, Received, Server
 from async_rl.wire.messages import (
-    BLOB_BYTES,
     Batch,
     Cancel,
     Confirm,
@@ -46,8 +47,11 @@ from async_rl.wire.messages import (
     StatusRequest,
     Stop,
     TrainerReady,
+    pack_payloads,
+    unpack_payloads,
 )
 from buffer import events
+from buffer.nodes import NodeView
 from buffer.replay import Replay, rules_from_config
 
 log = logging.getLogger("buffer")
@@ -55,8 +59,14 @@ log = logging.getLogger("buffer")
 TICK_S = 0.25  # how often deadlines are looked at
 POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
 PARTING_S = 5.0  # how long the peers have to say goodbye after the end
-NIL = msgspec.Raw(b"\xc0")  # stands in a list for a trajectory that follows as a blob
 STATUS_PUSHES = 4096  # the newest push latencies kept for the summary
+
+
+class Push(NamedTuple):
+    """When a policy was published, and the nodes of that moment that do not serve it yet."""
+
+    since: float
+    awaited: set[str]
 
 
 class RunFailed(AsyncRLError):
@@ -81,7 +91,8 @@ class Service:
         self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
         self._wants: dict[str, NodeWants] = {}
         self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
-        self._published_at: dict[PolicyId, float] = {}
+        self._pushes: dict[PolicyId, Push] = {}
+        self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
         self._newest: PolicyId | None = None
         self._push_ms: list[float] = []
         self._trouble = 0
@@ -112,11 +123,17 @@ class Service:
         elif isinstance(event, PeerJoined):
             self._on_joined(event)
         elif isinstance(event, Received):
-            handler = self._handlers.get((type(event.message), self._server.peers.get(event.peer)))
-            if handler is None:
+            handler = self._handlers.get((type(event.message), event.role))
+            if handler is None or not self._may_speak(event):
                 log.warning("%s sent %s, which is not for it to send", event.peer, type(event.message).__name__)
             else:
                 handler(self, event)
+
+    def _may_speak(self, event: Received) -> bool:
+        """One trainer drives a run: whoever else says it is one has to introduce itself first, and is refused then."""
+        if event.role != "trainer" or isinstance(event.message, TrainerReady | StatusRequest):
+            return True
+        return event.peer == self._trainer
 
     def _apply(self, event: events.AnyEvent) -> None:
         """The only way into the rules. A journal would append `event` here, before anything is acknowledged."""
@@ -132,6 +149,8 @@ class Service:
     # --- who takes part ----------------------------------------------------------------------------------------------
 
     def _on_node_ready(self, received: Received) -> None:
+        """A node introduces itself: whatever it said before, it said as somebody else."""
+        self._held.pop(received.peer, None)
         self._ready[received.peer] = received.message
         if self._reference is None:
             log.info("node %s waits in joining: the trainer is not here yet", received.peer)
@@ -143,7 +162,7 @@ class Service:
         differs = difference(self._reference or {}, ready.fingerprint)
         if differs:
             log.error("node %s refused: its set-up is not the trainer's: %s", node, differs)
-            self._server.disconnect(node, f"its set-up is not the trainer's: {differs}")
+            self._disconnect(node, f"its set-up is not the trainer's: {differs}")
             self._forget(node)
             return
         log.info("node %s joins (%s, %d slots)", node, ready.engine, ready.slots)
@@ -154,7 +173,11 @@ class Service:
 
     def _on_trainer_ready(self, received: Received) -> None:
         if self._trainer is not None and self._trainer != received.peer:
-            self._server.disconnect(received.peer, f"this run has a trainer already: {self._trainer}")
+            self._disconnect(received.peer, f"this run has a trainer already: {self._trainer}")
+            return
+        if self._trainer is not None:
+            error = f"a second trainer named {self._trainer} took the place of the first: go on with --resume"
+            self._stop_everyone(error, error)
             return
         message: TrainerReady = received.message
         self._trainer, self._reference = received.peer, message.fingerprint
@@ -195,9 +218,10 @@ class Service:
 
     def _on_serving(self, received: Received) -> None:
         message: NodeServing = received.message
-        published = self._published_at.get(message.policy)
-        if published is not None:
-            self._push_ms.append((self._clock() - published) * 1e3)
+        push = self._pushes.get(message.policy)
+        if push is not None and received.peer in push.awaited:
+            push.awaited.discard(received.peer)
+            self._push_ms.append((self._clock() - push.since) * 1e3)
             del self._push_ms[:-STATUS_PUSHES]
         self._apply_for_node(received.peer, events.NodeAttested(received.peer, message.policy))
 
@@ -212,10 +236,14 @@ class Service:
 
     def _on_results(self, received: Received) -> None:
         message: Results = received.message
-        blobs = iter(received.blobs)
-        for raw in message.trajectories:
-            payload = bytes(next(blobs, b"")) if bytes(raw) == b"\xc0" else bytes(raw)
-            event = self._result_event(received.peer, payload)
+        try:
+            payloads = unpack_payloads(message.trajectories, received.blobs)
+        except ValueError as error:
+            log.error("results of node %s cannot be read: %s", received.peer, error)
+            self._trouble += 1
+            return
+        for payload in payloads:
+            event = self._result_event(received.peer, bytes(payload))
             if event is not None:
                 self._apply_for_node(received.peer, event)
 
@@ -231,6 +259,8 @@ class Service:
         problem = ""
         try:
             check_header(trajectory)
+            if len(payload) > self._largest_payload:
+                problem = f"{len(payload)} bytes, more than the {self._largest_payload} that were reserved for it"
         except TrajectoryError as error:
             problem = str(error)
         return events.ResultArrived(
@@ -250,9 +280,9 @@ class Service:
     def _on_published(self, received: Received) -> None:
         policy: PolicyId = received.message.policy
         self._newest = policy
-        self._published_at[policy] = self._clock()
-        for old in list(self._published_at)[: -self._config.buffer.max_staleness - 2]:
-            del self._published_at[old]
+        self._pushes[policy] = Push(self._clock(), set(self._admitted))
+        for old in list(self._pushes)[: -self._config.buffer.max_staleness - 2]:
+            del self._pushes[old]
         self._apply(events.PolicyRegistered(policy))
 
     def _on_draw(self, received: Received) -> None:
@@ -305,10 +335,15 @@ class Service:
             log.info("%s", error)
 
     def _lend(self, lend: events.LendBatch) -> None:
-        """Forward the payloads as they came: small ones inside the message, large ones as frames of their own."""
-        inline = tuple(msgspec.Raw(payload) if len(payload) <= BLOB_BYTES else NIL for payload in lend.payloads)
-        blobs = [payload for payload in lend.payloads if len(payload) > BLOB_BYTES]
+        """Forward the payloads as they came."""
+        inline, blobs = pack_payloads(lend.payloads)
         self._to_trainer(Batch(lend.batch, lend.for_version, lend.groups, inline), blobs)
+
+    def _disconnect(self, peer: str, reason: str) -> None:
+        try:
+            self._server.disconnect(peer, reason)
+        except LinkError as error:
+            log.info("%s", error)
 
     def _to_trainer(self, message: Batch | EvalResult, blobs: Sequence[bytes] = ()) -> None:
         if self._trainer is not None:
@@ -332,7 +367,8 @@ class Service:
 
     def status(self) -> Status:
         replay, now = self._replay, self._clock()
-        nodes = tuple(self._node_status(name) for name in sorted(self._ready))
+        views = replay.nodes_view()
+        nodes = tuple(self._node_status(name, views.get(name)) for name in sorted(self._ready))
         outside = dict(replay.outside)
         if self._trouble:
             outside["trouble"] = self._trouble
@@ -354,9 +390,8 @@ class Service:
             bound=self._config.buffer.max_staleness,
         )
 
-    def _node_status(self, name: str) -> NodeStatus:
+    def _node_status(self, name: str, view: NodeView | None) -> NodeStatus:
         ready, wants = self._ready[name], self._wants.get(name)
-        view = self._replay.nodes_view().get(name)
         return NodeStatus(
             name=name,
             state=view.state if view else "joining",
@@ -368,7 +403,7 @@ class Service:
             sampled_tokens=wants.sampled_tokens if wants else 0,
         )
 
-    _handlers: dict[tuple[type, str | None], Callable[[Service, Received], None]] = {
+    _handlers: ClassVar[dict[tuple[type, str | None], Callable[[Service, Received], None]]] = {
         (NodeReady, "node"): _on_node_ready,
         (NodeServing, "node"): _on_serving,
         (NodeWants, "node"): _on_wants,

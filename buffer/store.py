@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import msgspec
 
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.version import PolicyId
-from async_rl.wire.link import LinkError, PeerJoined, PeerLost, Received, Server
+from async_rl.wire.link import LinkError, PeerJoined, Received, Server
 from async_rl.wire.messages import Announce, Chunk, Finish, Message, PinPolicy, Pull, Stop, Stored, Upload
 
 log = logging.getLogger("store")
@@ -88,6 +89,9 @@ class PolicyFiles:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        os.fsync(descriptor)  # the new name
+        os.close(descriptor)
         with (self._folder / "index.jsonl").open("a") as index:
             index.write(json.dumps([self._run, *msgspec.to_builtins(entry)]) + "\n")
             index.flush()
@@ -123,32 +127,38 @@ class StoreService:
         self._stopping = context.stopping
         self._server = server
         self._files = files
+        self._trainer: str | None = None
 
     def serve(self) -> None:
         while not self._stopping.is_set():
             for event in self._server.poll(POLL_S):
-                if isinstance(event, PeerJoined) and event.role == "node":
-                    self._greet(event.peer)
+                if isinstance(event, PeerJoined):
+                    self._on_joined(event)
                 elif isinstance(event, Received):
-                    if isinstance(event.message, Finish):
+                    if isinstance(event.message, Finish) and event.peer == self._trainer:
                         self._part()
                         return
                     self._handle(event)
-                elif isinstance(event, PeerLost) and event.role == "trainer":
+                elif event.peer == self._trainer:
                     log.warning("the trainer is gone: %s", event.reason)
+                    if event.peer not in self._server.peers:
+                        self._trainer = None
 
-    def _greet(self, node: str) -> None:
-        """A joiner hears of the newest policy at once: it serves the current version before its first token."""
+    def _on_joined(self, joined: PeerJoined) -> None:
+        """A node hears of the newest policy at once: it serves the current version before its first token. The first
+        trainer is the one whose uploads count until it has left."""
         newest = self._files.newest
-        if newest is not None:
-            self._send(node, Announce(*newest))
+        if joined.role == "node" and newest is not None:
+            self._send(joined.peer, Announce(*newest))
+        elif joined.role == "trainer" and self._trainer is None:
+            self._trainer = joined.peer
 
     def _handle(self, received: Received) -> None:
         message: Message = received.message
-        role = self._server.peers.get(received.peer)
-        if isinstance(message, Upload) and role == "trainer":
+        from_trainer = received.peer == self._trainer
+        if isinstance(message, Upload) and from_trainer:
             self._on_upload(received.peer, message, received.blobs)
-        elif isinstance(message, PinPolicy) and role == "trainer":
+        elif isinstance(message, PinPolicy) and from_trainer:
             self._files.pin(message.policy, message.pinned)
         elif isinstance(message, Pull):
             self._on_pull(received.peer, message)
@@ -160,7 +170,8 @@ class StoreService:
             entry = self._files.add(upload, blobs[0] if blobs else memoryview(b""))
         except ValueError as error:
             log.error("%s", error)
-            self._server.disconnect(peer, str(error))
+            with suppress(LinkError):  # it may have left already
+                self._server.disconnect(peer, str(error))
             return
         for node, role in list(self._server.peers.items()):
             if role == "node":

@@ -18,9 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
@@ -29,7 +26,6 @@ from async_rl.trajectory import Trajectory, encode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, Received
 from async_rl.wire.messages import (
-    BLOB_BYTES,
     COALESCE_BYTES,
     Cancel,
     Introduce,
@@ -41,8 +37,9 @@ from async_rl.wire.messages import (
     NodeWants,
     Results,
     Stop,
+    pack_payloads,
 )
-from inference.engine import Completion, Engine, EngineError
+from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.rollout import RolloutBook, ToScore
@@ -53,7 +50,6 @@ log = logging.getLogger("node")
 
 IDLE_S = 0.05  # how long an idle node sleeps on its inbox
 REPORT_S = 0.5  # how often an idle node repeats its numbers
-NIL = msgspec.Raw(b"\xc0")
 
 
 class Node:
@@ -70,7 +66,9 @@ class Node:
         self._buffer = buffer
         self._scorer = scorer
         self._inbox = inbox
-        self._serving = Serving(engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble)
+        self._serving = Serving(
+            engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start
+        )
         # A few more samples than slots are asked for, so that a freed slot need not wait for a lease to arrive.
         self._samples_ahead = config.slots + max(context.config.buffer.group_size, config.slots // 4)
         self._wanted = 0
@@ -80,15 +78,20 @@ class Node:
         self._sampled_tokens = 0
         self._outbox: list[Trajectory] = []
         self._ready = ready
+        self._sessions = 0
         self._flipped: Flipped | None = None
         self._over: Stop | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def work(self) -> None:
+        self._sessions = self._buffer.sessions
         self._introduce()
         while self._over is None and not self._stopping.is_set():
             self._read_inbox(0.0 if self._can_step else IDLE_S)
+            if self._buffer.sessions > self._sessions:
+                self._sessions = self._buffer.sessions
+                self._introduce("the buffer has forgotten this node")
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
                 self._flipped = flipped
@@ -140,8 +143,9 @@ class Node:
             case PolicyFetched():
                 self._serving.fetched(item, time.monotonic())
             case PolicyFetchFailed(policy, error):
-                for request in self._serving.fetch_failed(policy, error):
-                    self._collect(self._book.unstarted(request.key, error))
+                log.warning("policy %s did not come: %s", policy.short(), error)
+                self._buffer.send(NodeTrouble(policy, error))
+                self._serving.fetch_failed(policy, error)
             case LinkError():
                 raise item
             case _:
@@ -153,8 +157,8 @@ class Node:
         try:
             for request in self._book.open(lease):
                 self._serving.submit(request)
-        except (AsyncRLError, ValueError, LookupError) as error:
-            # A broken instance or a prompt that does not fit: the buffer counts it and tries another instance.
+        except Exception as error:
+            # A task may fail in any way, and a prompt may not fit: the buffer counts it and tries again.
             log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
             for trajectory in self._book.refused(lease, str(error)):
                 self._collect(trajectory)
@@ -184,6 +188,9 @@ class Node:
         else:
             self._collect(outcome)
 
+    def _cannot_start(self, request: Request, reason: str) -> None:
+        self._collect(self._book.unstarted(request.key, reason))
+
     def _collect(self, trajectory: Trajectory | None) -> None:
         if trajectory is not None:
             self._outbox.append(trajectory)
@@ -194,8 +201,8 @@ class Node:
         encoded = [encode_trajectory(trajectory) for trajectory in self._outbox]
         self._outbox.clear()
         for batch in coalesce(encoded):
-            inline = tuple(msgspec.Raw(data) if len(data) <= BLOB_BYTES else NIL for data in batch)
-            self._buffer.send(Results(inline), [data for data in batch if len(data) > BLOB_BYTES])
+            inline, blobs = pack_payloads(batch)
+            self._buffer.send(Results(inline), blobs)
 
     def _send_wants(self) -> None:
         """Ask for as many samples as would fill the slots and the lookahead; repeat the numbers now and then."""

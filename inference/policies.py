@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkError
+from async_rl.wire.link import Client, LinkClosed, LinkError
 from async_rl.wire.messages import Announce, Chunk, Pull, Stop
 
 log = logging.getLogger("policies")
@@ -67,6 +67,9 @@ class PolicyPuller:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
+                if self._link.sessions > 1:
+                    # Its announcements count from 1 again, and it has none of the policies in use here.
+                    raise LinkClosed("the policy store was started again while this node ran: start the node again")
                 self._listen(IDLE_S if self._asked.empty() else 0.0)
                 newest = self._newest
                 if newest is not None and newest.order > self._fetched_order:
@@ -104,7 +107,7 @@ class PolicyPuller:
         path = self._folder / f"{policy.short()}-{order}.safetensors"
         try:
             self._pull(policy, path)
-        except AsyncRLError as error:
+        except (AsyncRLError, OSError) as error:  # OSError: the disk is full
             path.unlink(missing_ok=True)
             if isinstance(error, LinkError):
                 raise

@@ -106,7 +106,10 @@ class RolloutBook:
 
     def refused(self, lease: Lease, reason: str) -> list[Trajectory]:
         """All samples of a lease that cannot be started (a broken instance, a prompt that is too long)."""
-        self.cancel(lease.lease)
+        if lease.lease in self._open:
+            self.cancel(lease.lease)
+        elif lease.split == "train":  # its instance could not even be made
+            self.closed_training_samples += len(lease.samples)
         return [
             Trajectory(lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=reason)
             for sample in lease.samples

@@ -23,9 +23,18 @@ class Flipped(NamedTuple):
     load_ms: float
 
 
+class Incoming(NamedTuple):
+    """A policy without a slot: when its file came, and when the first of those that it replaced did."""
+
+    fetched: PolicyFetched
+    arrived: float
+    waiting_since: float
+
+
 class Serving:
-    """`advance` is called before every decode step; it returns what changed. `failed` hears of policies that could
-    not be loaded; the old one goes on serving. `ask` fetches a policy that only evaluation wants."""
+    """`advance` is called before every decode step; it returns what changed. `ask` fetches a policy that only
+    evaluation wants. `failed` hears of policies that could not be loaded (the old one goes on serving), `unstarted` of
+    the pinned requests that cannot run for that reason, or that the engine refuses once their policy is here."""
 
     def __init__(
         self,
@@ -34,27 +43,32 @@ class Serving:
         flip_timeout_s: float,
         ask: Callable[[PolicyId], None],
         failed: Callable[[PolicyId, str], None],
+        unstarted: Callable[[Request, str], None],
     ) -> None:
         self._engine = engine
         self._in_flight: InFlight = in_flight
         self._flip_timeout_s = flip_timeout_s
         self._ask = ask
         self._failed = failed
+        self._unstarted = unstarted
         self._served_order = 0
-        self._incoming: list[tuple[PolicyFetched, float]] = []  # with the time it arrived
+        self._incoming: list[Incoming] = []
         self._waiting: dict[PolicyId, list[Request]] = {}  # pinned requests whose policy is not here yet
 
     def fetched(self, policy: PolicyFetched, now: float) -> None:
-        """A newer policy to serve replaces an older one that still waits for its slot."""
+        """A newer policy to serve replaces an older one that still waits for its slot, and inherits its patience: a
+        trainer that is faster than flip_timeout would otherwise put off the flip for ever."""
+        waiting_since = now
         if policy.order:
-            for waiting, _ in [entry for entry in self._incoming if entry[0].order]:
-                self._drop(waiting)
-        self._incoming.append((policy, now))
+            for entry in [entry for entry in self._incoming if entry.fetched.order]:
+                waiting_since = min(waiting_since, entry.waiting_since)
+                self._drop(entry)
+        self._incoming.append(Incoming(policy, now, waiting_since))
 
-    def fetch_failed(self, policy: PolicyId, error: str) -> list[Request]:
-        """Report it; returns the pinned requests that cannot run."""
-        self._failed(policy, error)
-        return self._waiting.pop(policy, [])
+    def fetch_failed(self, policy: PolicyId, error: str) -> None:
+        """A policy will not come: nothing that waits for it can start. The one that serves goes on, and for a joiner
+        that serves none yet a newer one will be announced, so this is nobody's end."""
+        self._give_up(policy, error)
 
     def submit(self, request: Request) -> None:
         """Start a request now, or when its pinned policy has come. Raises EngineError."""
@@ -64,7 +78,7 @@ class Serving:
             return
         if policy not in self._waiting:
             self._waiting[policy] = []
-            if all(entry.policy != policy for entry, _ in self._incoming):
+            if all(entry.fetched.policy != policy for entry in self._incoming):
                 self._ask(policy)
         self._waiting[policy].append(request)
 
@@ -77,24 +91,37 @@ class Serving:
         """Install what has come as far as slots allow, and flip to the newest."""
         flipped = None
         for entry in list(self._incoming):
-            fetched, since = entry
-            if not self._make_room(fetched, now - since):
+            fetched = entry.fetched
+            if not self._make_room(fetched, now - entry.waiting_since):
                 break
             self._incoming.remove(entry)
             installed = self._install(fetched)
-            if installed is not None and fetched.order > self._served_order:
+            if installed is None:
+                continue
+            if fetched.order > self._served_order:
                 self._engine.flip(fetched.policy, self._in_flight)
                 self._served_order = fetched.order
-                flipped = Flipped(installed, fetched.fetch_ms + (now - since) * 1e3)
-            for request in self._waiting.pop(fetched.policy, []):
-                self._engine.submit(request)
+                flipped = Flipped(installed, fetched.fetch_ms + (now - entry.arrived) * 1e3)
+            self._start_waiting(fetched.policy)
         return flipped
+
+    def _start_waiting(self, policy: PolicyId) -> None:
+        for request in self._waiting.pop(policy, []):
+            try:
+                self._engine.submit(request)
+            except AsyncRLError as error:
+                self._unstarted(request, str(error))
+
+    def _give_up(self, policy: PolicyId, error: str) -> None:
+        for request in self._waiting.pop(policy, []):
+            self._unstarted(request, error)
 
     def _install(self, fetched: PolicyFetched) -> Installed | None:
         try:
             return self._engine.install(fetched.policy, fetched.path)
         except AsyncRLError as error:
             self._failed(fetched.policy, str(error))
+            self._give_up(fetched.policy, str(error))
             return None
         finally:
             fetched.path.unlink(missing_ok=True)
@@ -120,8 +147,8 @@ class Serving:
                     return [policy]
         return []
 
-    def _drop(self, waiting: PolicyFetched) -> None:
-        self._incoming = [entry for entry in self._incoming if entry[0] is not waiting]
-        waiting.path.unlink(missing_ok=True)
-        if waiting.policy in self._waiting:
-            self._ask(waiting.policy)
+    def _drop(self, entry: Incoming) -> None:
+        self._incoming.remove(entry)
+        entry.fetched.path.unlink(missing_ok=True)
+        if entry.fetched.policy in self._waiting:
+            self._ask(entry.fetched.policy)

@@ -40,6 +40,10 @@ class StepResult(NamedTuple):
 
 
 class Backend(Protocol):
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids run from 0 to this, exclusive."""
+
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
         """One optimiser step on a whole batch, whatever micro-batches it takes. Raises FloatingPointError when the
         loss or the gradient is not finite; the weights are then unchanged."""

@@ -27,7 +27,7 @@ from async_rl.trajectory import (
 )
 from async_rl.version import is_stale, oldest_version, token_versions
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Batch, Disposition
+from async_rl.wire.messages import Batch, Disposition, Outcome, unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES
 from trainer.backend import Sample
 
@@ -46,7 +46,7 @@ class TrainingBatch(NamedTuple):
     nodes: dict[str, int]
 
 
-def prepare(received: Received, max_staleness: int, advantage: str) -> TrainingBatch:
+def prepare(received: Received, max_staleness: int, vocabulary_size: int, advantage: str) -> TrainingBatch:
     """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare."""
     batch: Batch = received.message
     trajectories = _trajectories(received)
@@ -55,7 +55,7 @@ def prepare(received: Received, max_staleness: int, advantage: str) -> TrainingB
         raise AsyncRLError(f"batch {batch.batch}: {len(groups)} trajectories declared, {len(trajectories)} received")
     kept, dispositions = [], []
     for group, trajectory in zip(groups, trajectories, strict=True):
-        outcome = _outcome(trajectory, batch.for_version, max_staleness)
+        outcome = _outcome(trajectory, batch.for_version, max_staleness, vocabulary_size)
         dispositions.append(Disposition(trajectory.lease, trajectory.sample, outcome))
         if outcome == "trained":
             kept.append((int(group), trajectory))
@@ -75,18 +75,19 @@ def prepare(received: Received, max_staleness: int, advantage: str) -> TrainingB
 
 
 def _trajectories(received: Received) -> list[Trajectory]:
-    blobs = iter(received.blobs)
     try:
         return [
-            decode_trajectory(next(blobs) if bytes(raw) == b"\xc0" else raw) for raw in received.message.trajectories
+            decode_trajectory(payload) for payload in unpack_payloads(received.message.trajectories, received.blobs)
         ]
-    except (msgspec.MsgspecError, StopIteration) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
 
 
-def _outcome(trajectory: Trajectory, for_version: int, max_staleness: int) -> str:
+def _outcome(trajectory: Trajectory, for_version: int, max_staleness: int, vocabulary_size: int) -> Outcome:
     try:
-        check_trajectory(trajectory)
+        check_trajectory(trajectory, vocabulary_size)
+        if not trajectory.versions:
+            raise TrajectoryError(f"attempt {trajectory.attempt}: nothing was sampled (status {trajectory.status})")
     except TrajectoryError as error:
         log.error("refused: %s (node %s)", error, trajectory.node)
         return "refused"

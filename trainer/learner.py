@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint
@@ -29,6 +30,8 @@ from async_rl.wire.messages import (
     Finish,
     Progress,
     SamplingParams,
+    Status,
+    StatusRequest,
     Stop,
     TrainerReady,
 )
@@ -55,6 +58,7 @@ class State(msgspec.Struct):
     version: int = 0
     optimiser_steps: int = 0
     digest: str = ""
+    elapsed_s: float = 0.0
     progress: Progress | None = None
 
 
@@ -78,6 +82,7 @@ class Learner:
         self._store = store
         self._metrics = metrics
         self._started = time.monotonic()
+        self._elapsed_before = state.elapsed_s
         self._evaluating: list[PolicyId] = []
         self._push_bytes = 0
 
@@ -90,10 +95,15 @@ class Learner:
         self._evaluate_if_due()
         try:
             while state.version < steps:
-                step_started = time.monotonic()
+                started = time.monotonic()
                 drawn = self._draw(state.version)
                 drawn_at = time.monotonic()
-                batch = prepare(drawn, self._config.buffer.max_staleness, self._config.algorithm.advantage)
+                batch = prepare(
+                    drawn,
+                    self._config.buffer.max_staleness,
+                    self._backend.vocabulary_size,
+                    self._config.algorithm.advantage,
+                )
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
                 result = self._backend.step(batch.samples, rate)
                 trained_at = time.monotonic()
@@ -101,10 +111,12 @@ class Learner:
                 published = self._publish()
                 self._checkpoint_if_due()
                 self._evaluate_if_due()
-                self._record(
-                    batch, result, rate, published,
-                    wait_s=drawn_at - step_started, train_s=trained_at - drawn_at, step_s=time.monotonic() - step_started,
-                )  # fmt: skip
+                seconds = {
+                    "draw_wait_s": drawn_at - started,
+                    "train_s": trained_at - drawn_at,
+                    "step_s": time.monotonic() - started,
+                }
+                self._record(batch, result, published, seconds)
             self._await_evaluations()
         except Interrupted:
             self._checkpoint()
@@ -114,10 +126,16 @@ class Learner:
         """Ask once, wait in slices; the buffer sends the batch as soon as the rules allow."""
         self._buffer.send(Draw(for_version))
         timeout = self._config.run.draw_timeout
-        return self._receive(Batch, timeout, f"a batch for version {for_version}")
+        try:
+            return self._receive(Batch, timeout, f"a batch for version {for_version}", interruptible=True)
+        except LinkTimeout as error:
+            self._buffer.send(StatusRequest())
+            waiting = self._receive(Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
+            raise LinkTimeout(f"{error}; the buffer says: {waiting}") from error
 
     def _confirm(self, drawn: Batch, batch: TrainingBatch, result: StepResult) -> None:
-        """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is."""
+        """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is. Not
+        interruptible: weights that have moved belong to the next version, and so does the buffer's progress."""
         self._buffer.send(Confirm(drawn.batch, batch.dispositions))
         confirmed: Confirmed = self._receive(Confirmed, REPLY_TIMEOUT_S, f"the closing of batch {drawn.batch}").message
         self._state.progress = confirmed.progress
@@ -160,17 +178,20 @@ class Learner:
     def _await_evaluations(self) -> None:
         while self._evaluating:
             waiting = self._evaluating[0].short()
-            self._receive(EvalResult, self._config.run.eval_timeout + REPLY_TIMEOUT_S, f"the evaluation of {waiting}")
+            timeout = self._config.run.eval_timeout + REPLY_TIMEOUT_S
+            self._receive(EvalResult, timeout, f"the evaluation of {waiting}", interruptible=True)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _receive(self, kind: type[Any], timeout_s: float, awaiting: str) -> Received:
-        """The next message of a kind; evaluation results are taken in passing. Raises LinkTimeout, Interrupted, and
-        AsyncRLError when the buffer stops the run."""
+    def _receive(self, kind: type[Any], timeout_s: float, awaiting: str, *, interruptible: bool = False) -> Received:
+        """The next message of a kind; evaluation results are taken in passing. Raises LinkTimeout, Interrupted (where
+        allowed), and AsyncRLError when the buffer stops the run."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._stopping.is_set():
+            if interruptible and self._stopping.is_set():
                 raise Interrupted(f"stopped at version {self._state.version}")
+            if self._buffer.sessions > 1:
+                raise AsyncRLError("the buffer was started again and remembers nothing of this: go on with --resume")
             left = max(0.0, deadline - time.monotonic())
             try:
                 received = self._buffer.receive(min(SLICE_S, left), awaiting)
@@ -194,54 +215,55 @@ class Learner:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
+        self._state.elapsed_s = self._time_s()
         state = msgspec.to_builtins(self._state, str_keys=True)
         write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
 
     def _record(
-        self, batch: TrainingBatch, result: StepResult, rate: float, published: Published, *, wait_s: float,
-        train_s: float, step_s: float,
-    ) -> None:  # fmt: skip
+        self, batch: TrainingBatch, result: StepResult, published: Published, seconds: dict[str, float]
+    ) -> None:
         ages = batch.ages
+        oldest = int(ages.max(initial=0))
         self._metrics.write(
             {
                 "step": self._state.version - 1,
                 "version": self._state.version,
                 "time_s": self._time_s(),
-                "reward": float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
-                "staleness_max": int(ages.max()) if len(ages) else 0,
+                "reward": float(batch.rewards.mean()) if len(batch.rewards) else None,
+                "staleness_max": oldest,
                 "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-                "staleness_tokens": [
-                    int((ages == age).sum()) for age in range(int(ages.max()) + 1 if len(ages) else 0)
-                ],
+                "staleness_tokens": np.bincount(ages, minlength=oldest + 1).tolist(),
                 "trained": len(batch.rewards),
                 "dropped": len(batch.dispositions) - len(batch.rewards),
                 "nodes": batch.nodes,
                 "skipped": result.skipped,
                 "batch_tokens": batch.tokens,
-                "train_tokens_per_s": batch.tokens / train_s if train_s else 0.0,
-                "draw_wait_s": wait_s,
-                "train_s": train_s,
+                "train_tokens_per_s": batch.tokens / seconds["train_s"],
                 "upload_ms": published.upload_ms,
-                "step_s": step_s,
-                "learning_rate": rate,
+                **seconds,
                 **result.metrics,
             }
         )
 
     def _time_s(self) -> float:
-        return round(time.monotonic() - self._started, 3)
+        """Seconds of this run, those before a resume included."""
+        return round(self._elapsed_before + time.monotonic() - self._started, 3)
 
     def finish(self, reason: str, error: str = "") -> Final | None:
-        """Tell the services that the run is over; the buffer's last word on the ledger, unless the run failed."""
-        self._store.send(Finish(reason, error))
-        self._buffer.send(Finish(reason, error))
-        self._store.flush(REPLY_TIMEOUT_S)
-        deadline = time.monotonic() + REPLY_TIMEOUT_S
-        while (left := deadline - time.monotonic()) > 0:
-            message = self._buffer.receive(left, "the buffer's closing account").message
-            if isinstance(message, Final):
-                return message
-        return None
+        """Tell the services that the run is over; the buffer's last word on the ledger. None when it has none to
+        give any more: that must not cost a finished run its results."""
+        try:
+            self._store.send(Finish(reason, error))
+            self._store.flush(REPLY_TIMEOUT_S)
+        except LinkError as lost:
+            log.warning("the policy store could not be told of the end: %s", lost)
+        try:
+            self._buffer.send(Finish(reason, error))
+            final: Final = self._receive(Final, REPLY_TIMEOUT_S, "the buffer's closing account").message
+        except AsyncRLError as lost:
+            log.warning("no closing account from the buffer: %s", lost)
+            return None
+        return final
 
     def fail(self, error: Exception) -> None:
         """Best effort: let the others end with the cause instead of waiting for a trainer that is gone."""
@@ -258,7 +280,7 @@ class Learner:
         self._backend.export_peft(self._directory.adapters / "final")
         summary = build_summary(
             read_metrics(self._directory.metrics_path), final.status if final else None, self._config,
-            time.monotonic() - self._started, {"push_bytes": self._push_bytes},
+            self._time_s(), {"push_bytes": self._push_bytes},
         )  # fmt: skip
         self._directory.summary_path.write_text(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode())
         draw_learning_curve(self._directory.metrics_path, self._directory.curve_path, self._config)
@@ -285,7 +307,7 @@ def body(context: PoolContext) -> None:
     state = State()
     if context.resume:
         state = resume(directory.checkpoints, backend)
-    metrics = MetricsWriter(directory.metrics_path)
+    metrics = MetricsWriter(directory.metrics_path, keep_before_step=state.version if context.resume else None)
 
     def dial(endpoint: str, peer: str) -> Client:
         link = Client(

@@ -86,7 +86,7 @@ class TorchBackend:
             fused=True,  # one pass over the whole adapter, on CPU too
         )
         self.optimizer_steps = 0
-        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self.vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
         self._dtype = next(iter(self.parameters.values())).dtype  # float32, or what is wider
 
     # --- learning ----------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class TorchBackend:
         for index, sample in enumerate(samples):
             places = np.flatnonzero(np.asarray(sample.mask) == MaskReason.SAMPLED)
             if places.size:
-                _check(sample, places, self._vocabulary)
+                _check(sample, places, self.vocabulary_size)
                 rows.append(index)
                 wanted.append(places)
         counts = np.array([places.size for places in wanted], dtype=np.int64)

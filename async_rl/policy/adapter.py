@@ -52,7 +52,7 @@ def policy_digest(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
         tensor = tensors[name].detach().cpu().contiguous()
         head = json.dumps([name, str(tensor.dtype), list(tensor.shape)], separators=(",", ":"))
         digest.update(head.encode())
-        digest.update(tensor.view(torch.uint8).numpy().data if tensor.numel() else b"")
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     digest.update(canonical_config(config).encode())
     return digest.hexdigest()
 
@@ -77,8 +77,11 @@ def read_adapter(path: Path, expected_digest: str | None = None) -> tuple[dict[s
         raise AdapterError(f"adapter file {path}: cannot be read: {error}") from error
     if CONFIG_KEY not in metadata:
         raise AdapterError(f"adapter file {path}: no {CONFIG_KEY!r} in its metadata")
-    config = json.loads(metadata[CONFIG_KEY])
-    digest = policy_digest(tensors, config)
+    try:
+        config = json.loads(metadata[CONFIG_KEY])
+        digest = policy_digest(tensors, config)
+    except (ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"adapter file {path}: {CONFIG_KEY!r} in its metadata is broken: {error!r}") from error
     if expected_digest is not None and digest != expected_digest:
         raise AdapterError(f"adapter file {path}: digest {digest[:16]}… is not the announced {expected_digest[:16]}…")
     return tensors, config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,12 +27,12 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
             "made:",
             *(f"  {label:<16}{place}" for label, place in made if place.exists()),
             *_loading(directory),
-            *loading_words(directory),
             "",
             "try next:",
             f"  async-rl export {path} DIR --merged  # the trained policy as a whole model",
             f"  async-rl run {path}/config.toml --set buffer.max_staleness=0  # the same, in lock-step",
-            f"  async-rl run {path}/config.toml --set algorithm.treatment=uncorrected  # without correcting for age",
+            f"  async-rl run {path}/config.toml --set algorithm.surrogate=policy_gradient "
+            "--set algorithm.treatment=uncorrected  # without correcting for age",
         ]
     )
 
@@ -46,17 +45,7 @@ def _loading(directory: RunDirectory) -> list[str]:
     except (OSError, ValueError, KeyError):
         return []
     model = f"transformers.AutoModelForCausalLM.from_pretrained({str(base)!r})"
-    return ["", "load the adapter in Python:", f"  peft.PeftModel.from_pretrained({model}, {str(folder)!r})"]
-
-
-def loading_words(directory: RunDirectory) -> list[str]:
-    """How to load adapters/final on its base model; nothing without it."""
-    config = directory.adapters / "final" / "adapter_config.json"
-    if not config.exists():
-        return []
-    base = json.loads(config.read_text())["base_model_name_or_path"]
-    expression = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{config.parent}")'
-    return ["", "load it in Python (transformers, peft):", f"  model = {expression}"]
+    return ["", "load the adapter in Python:", f"  model = peft.PeftModel.from_pretrained({model}, {str(folder)!r})"]
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:

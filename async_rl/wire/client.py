@@ -378,7 +378,7 @@ class Client:
         if self._connected and silent > self._silence_s:
             self._say_hello_from_now_on(now)
         if not self._connected:
-            if self._server_epoch and silent > self._lost_after_s:
+            if self.sessions and silent > self._lost_after_s:
                 self._fail(LinkClosed(f"{self.name} lost {self.peer} at {self.endpoint}: silent for {silent:.0f} s"))
             elif now >= self._next_hello and not self._blocked:
                 hello = Hello(

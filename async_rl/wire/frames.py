@@ -42,11 +42,13 @@ class LinkClosed(LinkError):
 
 
 class Received(NamedTuple):
-    """`blobs` are views into the received frames; copy what must outlive them cheaply."""
+    """`blobs` are views into the received frames; copy what must outlive them cheaply. `role` is what the peer said it
+    is when it joined; empty at a client, which knows whom it dialled."""
 
     peer: str
     message: Any
     blobs: list[memoryview]
+    role: str = ""
 
 
 class PeerJoined(NamedTuple):

@@ -7,7 +7,7 @@ new SCHEMA. Who sends what:
     node    -> buffer   NodeReady, NodeServing, NodeTrouble, NodeWants, Results
     buffer  -> node     Leases, Cancel, Introduce, Stop
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
-    buffer  -> trainer  Batch, Confirmed, EvalResult, Stop
+    buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
     tool    -> buffer   StatusRequest            buffer -> tool      Status
     trainer -> store    Upload, PinPolicy        store  -> trainer   Stored
     node    -> store    Pull                     store  -> node      Announce, Chunk
@@ -15,15 +15,18 @@ new SCHEMA. Who sends what:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from async_rl.version import PolicyId
 
 MAGIC = "arl"
 SCHEMA = 1
 BLOB_BYTES = 1 << 20  # what is larger travels as a frame of its own
+INLINE_BYTES = 64 << 20  # of payloads in one message; libzmq refuses frames far above
 COALESCE_BYTES = 64 << 10  # small messages are joined up to about this size; larger was slower (measured)
 
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
@@ -115,7 +118,7 @@ class NodeWants(Message, frozen=True, array_like=True, tag=True):
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
-    """Encoded trajectories, in any order; those above BLOB_BYTES follow as blobs."""
+    """Encoded trajectories, in any order, as `pack_payloads` splits them."""
 
     trajectories: tuple[msgspec.Raw, ...]
 
@@ -186,14 +189,13 @@ class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(Message, frozen=True, array_like=True, tag=True):
-    """The trajectories of all groups, back to back, as the nodes encoded them; those above BLOB_BYTES are nil here
-    and follow as blobs. Lent: the same batch is sent again unchanged until it is confirmed."""
+    """The trajectories of all groups, back to back, as the nodes encoded them (see `pack_payloads`). Lent: the same
+    batch is sent again unchanged until it is confirmed."""
 
     batch: int
     for_version: int
     groups: tuple[BatchGroup, ...]
     trajectories: tuple[msgspec.Raw, ...]
-    waited_s: float = 0.0
 
 
 class Disposition(msgspec.Struct, frozen=True, array_like=True):
@@ -219,9 +221,9 @@ class EvalRequest(Message, frozen=True, array_like=True, tag=True):
     trained on. What is not done after `timeout_s` is cancelled, counted, and the result reported with its n."""
 
     policy: PolicyId
-    n: int
+    n: Annotated[int, Meta(ge=1)]
     sampling: SamplingParams
-    timeout_s: float
+    timeout_s: Annotated[float, Meta(gt=0)]
 
 
 class EvalResult(Message, frozen=True, array_like=True, tag=True):
@@ -322,8 +324,8 @@ class Announce(Message, frozen=True, array_like=True, tag=True):
 
 class Pull(Message, frozen=True, array_like=True, tag=True):
     policy: PolicyId
-    offset: int
-    count: int
+    offset: Annotated[int, Meta(ge=0, lt=1 << 48)]
+    count: Annotated[int, Meta(ge=1, le=16 << 20)]
 
 
 class Chunk(Message, frozen=True, array_like=True, tag=True):
@@ -342,6 +344,41 @@ AnyMessage = (
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
     | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
 )  # fmt: skip
+
+NIL = msgspec.Raw(b"\xc0")  # msgpack's nil: stands for a payload that follows as a blob
+
+
+def pack_payloads(payloads: Sequence[bytes]) -> tuple[tuple[msgspec.Raw, ...], list[bytes]]:
+    """Encoded trajectories as (inside the message, blobs): those above BLOB_BYTES, and all from the point where the
+    message would pass INLINE_BYTES, are NIL inside and follow as blobs, in order."""
+    inline, blobs, total = [], [], 0
+    for payload in payloads:
+        total += len(payload)
+        if len(payload) > BLOB_BYTES or total > INLINE_BYTES:
+            inline.append(NIL)
+            blobs.append(payload)
+        else:
+            inline.append(msgspec.Raw(payload))
+    return tuple(inline), blobs
+
+
+def unpack_payloads(
+    inline: Iterable[msgspec.Raw], blobs: Iterable[bytes | memoryview]
+) -> list[msgspec.Raw | bytes | memoryview]:
+    """The payloads again, in order. Raises ValueError when the blobs are not as many as the message says."""
+    left = list(blobs)[::-1]
+    out: list[msgspec.Raw | bytes | memoryview] = []
+    for raw in inline:
+        if raw != NIL:
+            out.append(raw)
+        elif left:
+            out.append(left.pop())
+        else:
+            raise ValueError("a trajectory is said to follow as a frame of its own, and none is left")
+    if left:
+        raise ValueError(f"{len(left)} frames follow that the message does not speak of")
+    return out
+
 
 _encoder = msgspec.msgpack.Encoder()
 _body_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)

@@ -247,7 +247,7 @@ class Server:
         if verdict is Verdict.DELIVER:
             message = read_message(envelope)
             self._handled.add(peer)
-            self._events.append(Received(peer.name, message, as_views(blobs)))
+            self._events.append(Received(peer.name, message, as_views(blobs), peer.role))
         elif verdict is Verdict.OVERDRAWN:
             raise BadFrame("overdrawn")
         else:

@@ -69,9 +69,9 @@ def table(results: list[dict[str, object]]) -> str:
     lines = [
         "# Quickstart at bound 4: correction and learning rate",
         "",
-        "Written by `python docs/sweep/sweep.py`. Evaluation: 512 held-out prompts, greedy, exact match, after the last",
-        "step (standard error of one about 0.02). Reward: sampled at temperature 1, mean of the last 15 steps, and its",
-        "ratio to the first 15.",
+        "Written by `python docs/sweep/sweep.py`. Evaluation: 512 held-out prompts, greedy, exact match, after the",
+        "last step (standard error of one about 0.02). Reward: sampled at temperature 1, mean of the last 15 steps,",
+        "and its ratio to the first 15.",
         "",
         "| correction | learning rate | eval, mean | eval, each seed | reward, each seed | ratio, worst |",
         "|---|---|---|---|---|---|",
@@ -85,7 +85,8 @@ def table(results: list[dict[str, object]]) -> str:
         rewards = ", ".join(f"{entry['reward_last']:.3f}" for entry in good)
         worst = min((entry["reward_last"] / entry["reward_first"] for entry in good), default=0.0)
         failed = f" ({len(entries) - len(good)} failed)" if len(good) < len(entries) else ""
-        lines.append(f"| {correction} | {rate:g} | {_mean_eval(entries):.3f} | {evals}{failed} | {rewards} | {worst:.2f} |")
+        mean = f"{_mean_eval(entries):.3f}"
+        lines.append(f"| {correction} | {rate:g} | {mean} | {evals}{failed} | {rewards} | {worst:.2f} |")
     return "\n".join(lines) + "\n"
 
 

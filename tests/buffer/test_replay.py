@@ -147,21 +147,13 @@ def test_a_result_that_cannot_be_believed_is_refused_and_its_sample_retried_with
     assert again.seeds[0] not in lease.seeds
 
 
-def test_an_aborted_sample_is_leased_again_as_it_was(tools):
-    play = tools.play(max_tries=1)
-    lease, _ = play.node("a", 4)
-    play.result(lease, 0, status="aborted", versions=(), payload=b"")
-    again = play.want("a", 5)[0]
-    assert (again.ticket, again.samples, again.seeds) == (0, (0,), lease.seeds[:1])
-    assert play.replay.ledger["dropped.cancelled"] == 1
-
-
-def test_a_failed_environment_is_retried_until_the_tries_are_used_up_and_then_ends_the_run(tools):
+@pytest.mark.parametrize("status", ["env_failed", "aborted"])
+def test_what_fails_on_its_node_is_retried_until_the_tries_are_used_up_and_then_ends_the_run(tools, status):
     play = tools.play(max_tries=3)
     lease, _ = play.node("a", 4)
     wanted = 4
     for failure in range(3):
-        effects = play.result(lease, 0, status="env_failed", versions=(), payload=b"")
+        effects = play.result(lease, 0, status=status, versions=(), payload=b"")
         if failure < 2:
             wanted += 1
             (lease,) = play.want("a", wanted)
@@ -169,7 +161,9 @@ def test_a_failed_environment_is_retried_until_the_tries_are_used_up_and_then_en
     (error,) = tools.errors(effects)
     assert error.startswith("ticket 0 has failed 3 times, which is buffer.max_tries")
     assert str(lease.instance) in error
-    assert "env_failed" in error
+    reason = {"env_failed": "env_failed", "aborted": "cancelled"}[status]
+    assert reason in error
+    assert play.replay.ledger[f"dropped.{reason}"] == 3
     assert play.want("a", 99) == []
 
 

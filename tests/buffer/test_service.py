@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from buffer_house import FINGERPRINT, PATIENCE_S, V0, V1, House, answer, confirm, deliver, receive, take_leases
 
-from async_rl.config import Config, config_from_table
-from async_rl.run.process import StopEvent
-from async_rl.trajectory import (
-    Segment,
-    Trajectory,
-    decode_trajectory,
-    encode_trajectory,
-    pack_segments,
-)
-from async_rl.version import PolicyId, VersionRun
-from async_rl.wire.link import Client, LinkError, LinkRefused, Server
+from async_rl.trajectory import encode_trajectory
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, LinkError, LinkRefused
 from async_rl.wire.messages import (
     BLOB_BYTES,
     Batch,
-    Confirm,
-    Confirmed,
-    Disposition,
     Draw,
     EvalRequest,
     EvalResult,
     Final,
     Finish,
     Introduce,
-    Lease,
     Leases,
     NodeReady,
     NodeServing,
@@ -49,79 +35,7 @@ from async_rl.wire.messages import (
     Stop,
     TrainerReady,
 )
-from buffer.service import RunFailed, Service
-
-RUN, TOKEN, HEARTBEAT = "r1", "t" * 64, 0.1
-FINGERPRINT = {"model config": "aaaa", "sampling": "temperature 1.0"}
-V0 = PolicyId("main", 0, "0" * 64)
-V1 = PolicyId("main", 1, "1" * 64)
-PATIENCE_S = 10.0
-
-
-class Context(NamedTuple):
-    """What Service needs of a PoolContext."""
-
-    config: Config
-    stopping: StopEvent
-
-
-class House:
-    """A service in a thread, and clients that speak to it."""
-
-    def __init__(self, folder: Path, **buffer: Any) -> None:
-        table = {
-            "run": {"steps": 2},
-            "model": {"path": "unused"},
-            "task": {"kind": "digit_sort"},
-            "buffer": {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "heartbeat": HEARTBEAT} | buffer,
-        }
-        self.endpoint = f"ipc://{folder / 'b'}"
-        self.stopping = StopEvent()
-        server = Server(self.endpoint, run=RUN, token=TOKEN, name="buffer", heartbeat_s=HEARTBEAT)
-        self.service = Service(Context(config_from_table(table, "test"), self.stopping), server)
-        self.failure: BaseException | None = None
-        self._server = server
-        self._clients: list[Client] = []
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        try:
-            self.service.serve()
-        except BaseException as error:
-            self.failure = error
-        finally:
-            self._server.close()
-
-    def client(self, role: Any, name: str) -> Client:
-        client = Client(self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="buffer", heartbeat_s=HEARTBEAT)
-        client.connect(PATIENCE_S)
-        self._clients.append(client)
-        return client
-
-    def trainer(self) -> Client:
-        trainer = self.client("trainer", "trainer")
-        trainer.send(TrainerReady(FINGERPRINT))
-        trainer.send(PolicyPublished(V0))
-        trainer.flush(PATIENCE_S)
-        return trainer
-
-    def node(self, name: str = "node", wants: int = 4, fingerprint: dict[str, str] = FINGERPRINT) -> Client:
-        node = self.client("node", name)
-        node.send(NodeReady("torch", 8, fingerprint))
-        node.send(NodeServing(V0, 3, 1.0))
-        node.send(NodeWants(wants))
-        return node
-
-    def join(self) -> None:
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), "the service did not end"
-
-    def close(self) -> None:
-        self.stopping.set()
-        for client in self._clients:
-            client.close(0.2)
-        self._thread.join(PATIENCE_S)
+from buffer.service import RunFailed
 
 
 @pytest.fixture
@@ -135,44 +49,6 @@ def house(tmp_path: Path) -> Iterator[Callable[..., House]]:
     yield make
     for one in made:
         one.close()
-
-
-def receive(client: Client, kind: type) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        received = client.receive(max(0.0, deadline - time.monotonic()), kind.__name__)
-        if isinstance(received.message, kind):
-            return received
-
-
-def take_leases(node: Client, samples: int) -> list[Lease]:
-    leases: list[Lease] = []
-    while sum(len(lease.samples) for lease in leases) < samples:
-        leases += receive(node, Leases).message.leases
-    return leases
-
-
-def answer(lease: Lease, sample: int, policy: PolicyId, n_tokens: int = 5, reward: float = 1.0) -> Trajectory:
-    mask = (np.arange(n_tokens) < 2).astype(np.uint8)
-    segment = Segment(
-        np.arange(n_tokens, dtype=np.int32), np.full(n_tokens, -0.5, np.float32) * (mask == 0), mask,
-        (VersionRun(policy.version, policy.digest, n_tokens - 2),), "stop",
-    )  # fmt: skip
-    headers, arrays = pack_segments([segment])
-    return Trajectory(lease.lease, sample, "ok", reward, headers, arrays, node="node")
-
-
-def deliver(node: Client, leases: list[Lease], policy: PolicyId = V0) -> None:
-    results = [encode_trajectory(answer(lease, sample, policy)) for lease in leases for sample in lease.samples]
-    node.send(Results(tuple(msgspec.Raw(data) for data in results)))
-
-
-def confirm(trainer: Client, batch: Batch, policy: PolicyId) -> Confirmed:
-    heads = [decode_trajectory(raw) for raw in batch.trajectories]
-    trainer.send(Confirm(batch.batch, tuple(Disposition(head.lease, head.sample, "trained") for head in heads)))
-    confirmed: Confirmed = receive(trainer, Confirmed).message
-    trainer.send(PolicyPublished(policy))
-    return confirmed
 
 
 @contextmanager
@@ -230,7 +106,7 @@ def test_two_steps_end_with_every_attempt_trained_and_everyone_told(house):
 
 
 def test_a_trajectory_above_a_megabyte_travels_whole(house):
-    made = house(capacity_bytes=1 << 30)
+    made = house(max_context=300_000)
     trainer, node = made.trainer(), made.node()
     leases = take_leases(node, 4)
     large = encode_trajectory(answer(leases[0], 0, V0, n_tokens=BLOB_BYTES // 4))
@@ -282,12 +158,38 @@ def test_a_node_that_was_silent_introduces_itself_again_and_its_work_is_done_by_
     with frozen(sleeper):
         other = made.node("other", wants=8)
         assert {lease.ticket for lease in take_leases(other, 8)} > {lease.ticket for lease in owed}
+    # Asked for before the node could know that it was given up: void.
+    sleeper.send(NodeWants(5000))
     receive(sleeper, Introduce)
     sleeper.send(NodeReady("torch", 8, FINGERPRINT))
     sleeper.send(NodeServing(V0, 3, 1.0))
     sleeper.send(NodeWants(4))
     other.close()
-    assert take_leases(sleeper, 4)
+    take_leases(sleeper, 4)
+    with pytest.raises(LinkError):
+        sleeper.receive(0.5, "leases beyond the four samples asked for")
+
+
+def test_results_larger_than_what_was_reserved_are_refused(house):
+    made = house()
+    trainer, node = made.trainer(), made.node()
+    leases = take_leases(node, 4)
+    node.send(Results((msgspec.Raw(encode_trajectory(answer(leases[0], 0, V0, n_tokens=5_000))),)))
+    node.flush(PATIENCE_S)
+    trainer.send(StatusRequest())
+    assert receive(trainer, Status).message.ledger["dropped.refused"] == 1
+
+
+def test_a_second_trainer_is_refused_and_the_run_goes_on(house):
+    made = house()
+    trainer = made.trainer()
+    other = made.client("trainer", "other")
+    other.send(Finish("not mine to end"))
+    other.send(TrainerReady(FINGERPRINT))
+    with pytest.raises(LinkRefused, match="has a trainer already: trainer"):
+        receive(other, Batch)
+    trainer.send(StatusRequest())
+    assert receive(trainer, Status).message.trainer == "trainer"
 
 
 def test_evaluation_is_leased_pinned_and_reported_and_holds_no_ticket(house):

@@ -6,8 +6,10 @@ import json
 import statistics
 from pathlib import Path
 
+import peft
 import pytest
 import real_runs
+import transformers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -120,11 +122,8 @@ def test_the_final_adapter_loads_with_the_line_that_the_run_prints(shell):
     code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "run.steps=2")
     assert code == 0, output
     line = next(line.strip() for line in output.splitlines() if "PeftModel.from_pretrained" in line)
-    namespace: dict = {}
-    exec(
-        f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\nmodel = {line.split('= ', 1)[1]}",
-        namespace,
-    )
+    namespace = {"peft": peft, "transformers": transformers}
+    exec(line, namespace)
     assert any("lora_B" in name for name, _ in namespace["model"].named_parameters())
     config = json.loads((run / "adapters" / "final" / "adapter_config.json").read_text())
     assert config["r"] == 16

@@ -59,12 +59,16 @@ def tokens_of(case: str) -> tuple[torch.Tensor, TokenData]:
 CASES = ("ordinary", "empty", "length_one", "lone_tokens", "gap_200", "one_sided", "all_negative")
 
 
-def oracle_ratios(policy: np.ndarray, data: TokenData, level: str) -> list[float]:
+def oracle_ratios(policy: np.ndarray, data: TokenData, level: str, constant: np.ndarray | None = None) -> list[float]:
+    """With `constant`, only the token's own log-probability moves away from it."""
+    constant = policy if constant is None else constant
     behaviour, attempt = data.behaviour.numpy(), data.attempt.numpy()
     out = []
     for t in range(len(policy)):
         members = [t] if level == "token" else [u for u in range(len(policy)) if attempt[u] == attempt[t]]
-        out.append(math.exp(max(-20.0, min(20.0, math.fsum(policy[u] - behaviour[u] for u in members)))))
+        others = math.fsum(constant[u] - behaviour[u] for u in members)
+        log_ratio = others + (policy[t] - constant[t])
+        out.append(math.exp(max(-20.0, min(20.0, log_ratio))))
     return out
 
 
@@ -86,7 +90,7 @@ def oracle_coefficients(attempt: np.ndarray, aggregation: str) -> list[float]:
 def oracle_loss(current: np.ndarray, constant: np.ndarray, data: TokenData, algorithm: AlgorithmConfig) -> float:
     """The loss with the stop-gradient part taken at `constant`, so that numeric differences see the true gradient."""
     coefficients = oracle_coefficients(data.attempt.numpy(), algorithm.aggregation)
-    moving = oracle_ratios(current, data, algorithm.ratio_level)
+    moving = oracle_ratios(current, data, algorithm.ratio_level, constant)
     fixed = oracle_ratios(constant, data, algorithm.ratio_level)
     total = 0.0
     for t, advantage in enumerate(data.advantage.tolist()):

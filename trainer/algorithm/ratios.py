@@ -36,8 +36,13 @@ def importance_ratio(
 ) -> torch.Tensor:
     """policy/behaviour at each token [n], of the token or of its whole attempt. The log-ratio (at sequence level: the
     sum) is clamped to ±20 before exp, so beyond that the gradient through the ratio is zero. `attempt` is int64 [n];
-    every trained token of an attempt must be present. Differentiable in `policy`."""
-    return LEVELS[level](policy - behaviour, attempt).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    every trained token of an attempt must be present.
+
+    Differentiable in `policy`, and at either level through the token's own log-probability alone (as in GSPO-token,
+    arXiv 2507.18071): through the attempt's whole ratio at each of its tokens, an attempt would count by the square of
+    its length."""
+    log_ratio = LEVELS[level]((policy - behaviour).detach(), attempt) + (policy - policy.detach())
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def truncate(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:

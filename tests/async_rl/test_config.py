@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.config import (
+    Config,
+    ConfigError,
+    apply_override,
+    batch_bytes,
+    check_config,
+    config_from_table,
+    config_table,
+    lead,
+    load_config,
+    shipped_configs,
+)
+
+PPO = {"surrogate": "ppo", "treatment": "clip", "ratio_low": 0.8}
+
+
+def table(**changes: Any) -> dict[str, Any]:
+    """The least that passes, with sections changed or added."""
+    return {"model": {"path": "somewhere"}, "task": {"kind": "digit_sort"}} | changes
+
+
+def made(**changes: Any) -> Config:
+    return config_from_table(table(**changes), "test.toml")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps(table()))
+    return path
+
+
+# --- keys and types --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"tranier": {}}, "unknown key `tranier` in the top level: did you mean `trainer`?"),
+        ({"trainer": {"learing_rate": 1}}, "unknown key `learing_rate` in [trainer]: did you mean `learning_rate`?"),
+        ({"model": {"tiny": {"layer": 2}}}, "unknown key `layer` in [model.tiny]: did you mean `layers`?"),
+        ({"launch": {"zzz": 1}}, "unknown key `zzz` in [launch]: known keys: kind, grace"),
+    ],
+)
+def test_an_unknown_key_names_its_place_and_the_nearest_known_one(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(**sections)
+    assert str(caught.value) == f"test.toml: {says}"
+
+
+def test_the_tasks_own_keys_are_not_judged_here() -> None:
+    assert made(task={"kind": "x", "whatever": [1, {"a": 2}]}).task["whatever"] == [1, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("sections", "place"),
+    [
+        ({"run": {"steps": 0}}, "`run.steps`"),
+        ({"run": {"steps": "many"}}, "`run.steps`"),
+        ({"run": 3}, "`run`"),
+        ({"trainer": {"learning_rate": float("nan")}}, "`trainer.learning_rate`"),
+        ({"trainer": {"targets": "q_proj"}}, "`trainer.targets`"),
+        ({"inference": {"in_flight": "wait"}}, "`inference.in_flight`"),
+        ({"inference": {"eval_share": 1.5}}, "`inference.eval_share`"),
+        ({"model": {"tiny": {"accuracy_low": 0}}}, "`model.tiny.accuracy_low`"),
+    ],
+)
+def test_a_wrong_value_names_the_file_and_the_key(sections: dict[str, Any], place: str) -> None:
+    with pytest.raises(ConfigError, match=r"^test\.toml: ") as caught:
+        made(**sections)
+    assert place in str(caught.value)
+    assert "$" not in str(caught.value)
+
+
+# --- what no single value shows --------------------------------------------------------------------------------------
+
+BROKEN = {
+    "[task] needs a key `kind`": {"task": {}},
+    "[model] needs `path`": {"model": {}},
+    'window has no meaning with order = "fifo"': {"buffer": {"window": 2}},
+    "may delay a ticket by 5 batches, more than max_staleness = 4": {
+        "buffer": {"order": "windowed", "groups_per_step": 2, "window": 10}
+    },
+    "group_size must be ≥ 2": {"buffer": {"group_size": 1}},
+    "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
+    'set treatment = "clip"': {"algorithm": PPO | {"treatment": "truncate"}},
+    "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
+    "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
+    "is below one batch of at most 1310720 bytes": {"buffer": {"capacity_bytes": 1310719}},
+}
+# Each as near as one can come to the rule above it without breaking it.
+WHOLE = [
+    {"model": {"tiny": {}}},
+    {"buffer": {"order": "windowed", "groups_per_step": 2, "window": 9}},
+    {"buffer": {"group_size": 2}},
+    {"algorithm": {"ratio_low": 2.0}},
+    {"algorithm": PPO},
+    {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},
+    {"run": {"eval_every": 5}, "inference": {"max_resident": 2, "in_flight": "continue"}},
+    {"inference": {"max_resident": 2}},
+    {"inference": {"max_new_tokens": 63, "max_context": 64}},
+    {"buffer": {"capacity_bytes": 1310720}},
+]
+
+
+@pytest.mark.parametrize("says", BROKEN)
+def test_every_rule_refuses_what_breaks_it(says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        made(**BROKEN[says])
+
+
+def test_every_rule_has_its_example_here() -> None:
+    assert inspect.getsource(check_config).count("raise ConfigError") == len(BROKEN)
+
+
+@pytest.mark.parametrize("sections", WHOLE, ids=str)
+def test_what_just_keeps_the_rules_passes(sections: dict[str, Any]) -> None:
+    made(**sections)
+
+
+def test_a_batch_of_the_default_settings_takes_what_the_message_says() -> None:
+    assert batch_bytes(made()) == 32 * 8 * (512 * 9 + 512) == 1310720
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_pass_by_name(name: str) -> None:
+    assert load_config(name).run.name == name
+
+
+@given(st.integers(0, 8), st.integers(1, 8), st.integers(1, 40))
+def test_a_window_costs_lead_so_that_its_last_ticket_keeps_the_bound(bound: int, batch: int, window: int) -> None:
+    buffer = {"max_staleness": bound, "groups_per_step": batch, "window": window, "order": "windowed"}
+    config = msgspec.convert({"buffer": buffer}, Config)
+    # Ticket n may be leased to a node at version v if n < (v + 1 + lead)·B; overtaken by the window - 1 tickets behind
+    # it, it trains in batch (n + window - 1) // B at the latest.
+    for version in range(3):
+        newest = (version + 1 + lead(config)) * batch - 1
+        trains_at = (newest + window - 1) // batch
+        assert trains_at - version <= bound
+    # And no lead is given away: with one more, the newest ticket of version 0 would break the bound.
+    assert ((1 + lead(config) + 1) * batch - 1 + window - 1) // batch > bound
+
+
+def test_in_order_the_lead_is_the_whole_bound() -> None:
+    assert lead(made(buffer={"max_staleness": 3})) == 3
+
+
+# --- files and overrides ---------------------------------------------------------------------------------------------
+
+
+def override(*settings: str) -> dict[str, Any]:
+    changed: dict[str, Any] = {"run": {"steps": 1}, "task": {"kind": "digit_sort"}}
+    for setting in settings:
+        apply_override(changed, setting)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "value"),
+    [
+        ("run.steps=20", ("run", "steps"), 20),
+        ("run.name=quick test", ("run", "name"), "quick test"),
+        ("run.name = spaced ", ("run", "name"), "spaced"),
+        ('run.name="20"', ("run", "name"), "20"),
+        ("run.name=a=b", ("run", "name"), "a=b"),
+        ("run.name=", ("run", "name"), ""),
+        ("buffer.endpoint=tcp://127.0.0.1:5701", ("buffer", "endpoint"), "tcp://127.0.0.1:5701"),
+        ("trainer.learning_rate=2e-3", ("trainer", "learning_rate"), 0.002),
+        ('trainer.targets=["q_proj", "v_proj"]', ("trainer", "targets"), ["q_proj", "v_proj"]),
+        ("model.tiny.layers=2", ("model", "tiny", "layers"), 2),
+        ("task.options={a = 1}", ("task", "options"), {"a": 1}),
+    ],
+)
+def test_an_override_is_a_toml_value_or_a_bare_word(setting: str, path: tuple[str, ...], value: Any) -> None:
+    changed: Any = override(setting)
+    for part in path:
+        changed = changed[part]
+    assert changed == value
+    assert type(changed) is type(value)
+
+
+def test_of_two_overrides_of_one_key_the_later_counts() -> None:
+    assert override("run.steps=2", "run.steps=3")["run"] == {"steps": 3}
+
+
+@pytest.mark.parametrize("setting", ["run.steps", "steps=3", "=3", "run.=3", ".steps=3", ""])
+def test_what_is_no_override_is_refused_with_an_example(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected section\.key=value, for example"):
+        override(setting)
+
+
+def test_an_override_cannot_go_into_a_value() -> None:
+    with pytest.raises(ConfigError, match="'steps' is a value, not a section"):
+        override("run.steps.more=1")
+
+
+def test_a_file_is_read_overridden_and_named_after_itself(file: Path) -> None:
+    config = load_config(str(file), ["run.steps=9", 'trainer.targets=["q_proj"]', "inference.in_flight=recompute"])
+    assert config.run.name == "mine"
+    assert (config.run.steps, config.trainer.targets, config.inference.in_flight) == (9, ("q_proj",), "recompute")
+    assert load_config(str(file), ["run.name=other"]).run.name == "other"
+
+
+def test_an_override_is_checked_like_the_file(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.toml: unknown key `step` in \[run\]: did you mean `steps`\?"):
+        load_config(str(file), ["run.step=9"])
+    with pytest.raises(ConfigError, match="group_size must be ≥ 2"):
+        load_config(str(file), ["buffer.group_size=1"])
+
+
+def test_a_section_that_is_a_value_is_an_error_for_people(file: Path) -> None:
+    file.write_text("run = 3\n")
+    with pytest.raises(ConfigError, match=r"mine\.toml: .*`run`"):
+        load_config(str(file))
+
+
+def test_a_file_that_is_not_toml_or_not_there_is_named(file: Path) -> None:
+    file.write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"mine\.toml: not valid TOML: .*line 1"):
+        load_config(str(file))
+    file.write_bytes(b"[run]\nname = '\xff'\n")
+    with pytest.raises(ConfigError, match=r"mine\.toml: not valid TOML"):
+        load_config(str(file))
+    with pytest.raises(ConfigError, match=r"no config file 'quickstrat'.*Did you mean 'quickstart'\?"):
+        load_config("quickstrat")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(load_config(name) for name in shipped_configs()),
+        made(),
+        made(model={"tiny": {"layers": 2}}, trainer={"targets": ["q_proj", "v_proj"]}, algorithm=PPO),
+        made(task={"kind": "reasoning_gym", "options": {"a": [1, 2.5], "b": {"c": True}}}),
+    ],
+)
+def test_what_a_run_directory_keeps_is_the_same_config(config: Config) -> None:
+    written = tomli_w.dumps(config_table(config))
+    assert config_from_table(tomllib.loads(written), "config.toml") == config

@@ -1,0 +1,360 @@
+"""Policies on their way to a node: the puller against the real store, over a real link."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from async_rl.run.process import StopEvent
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, LinkClosed, Server
+from async_rl.wire.messages import PinPolicy, Pull, Stop, Stored, Upload
+from buffer.store import PolicyFiles, StoreService
+from inference.policies import CHUNK_BYTES, PolicyFetched, PolicyFetchFailed, PolicyPuller
+
+RUN, TOKEN = "r1", "t" * 64
+MAX_STALENESS = 1
+PATIENCE_S = 20.0
+
+
+def policy(version: int) -> PolicyId:
+    return PolicyId("main", version, f"{version:064x}")
+
+
+def data_of(version: int, size: int = 1000) -> bytes:
+    return random.Random(version).randbytes(size)
+
+
+def upload_of(version: int, data: bytes) -> Upload:
+    return Upload(policy(version), "lora", len(data), hashlib.sha256(data).hexdigest())
+
+
+class Context(NamedTuple):
+    """What StoreService needs of a PoolContext."""
+
+    stopping: StopEvent
+
+
+class WatchedStore(StoreService):
+    """The store, and a place to stand between two chunks of it: `before_pull` runs in its thread, before each."""
+
+    pulls: list[Pull]
+    before_pull: Callable[[Pull], None] | None = None
+
+    def _on_pull(self, peer: str, pull: Pull) -> None:
+        if self.before_pull is not None:
+            self.before_pull(pull)
+        self.pulls.append(pull)
+        super()._on_pull(peer, pull)
+
+
+class House:
+    """A store in a thread, a trainer that uploads, and nodes that pull."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = folder / "store"
+        self.scratch = folder / "node"
+        self.scratch.mkdir()
+        self.endpoint = f"ipc://{folder / 's'}"
+        self._closing: list[Callable[[], None]] = []
+        self.open()
+        self._trainer = self.link("trainer", "trainer")
+
+    def open(self) -> None:
+        self.stopping = StopEvent()
+        self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
+        files = PolicyFiles(self.files, RUN, MAX_STALENESS)
+        self.store = WatchedStore(Context(self.stopping), self.server, files)
+        self.store.pulls = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.store.serve()
+        finally:
+            self.server.close()
+
+    def link(self, role: Any, name: str) -> Client:
+        client = Client(self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="store")
+        self._closing.append(lambda: client.close(0.2))
+        client.connect(PATIENCE_S)
+        return client
+
+    def node(self, link: Client | None = None) -> Node:
+        node = Node(link or self.link("node", "node"), self.scratch)
+        self._closing.append(node.puller.close)
+        return node
+
+    def upload(self, version: int, data: bytes) -> bytes:
+        """Until it is stored and announced."""
+        self._trainer.send(upload_of(version, data), [data])
+        assert self._trainer.receive(PATIENCE_S, "its upload").message == Stored(policy(version))
+        return data
+
+    def pin(self, version: int) -> None:
+        self._trainer.send(PinPolicy(policy(version), True))
+
+    def file(self, version: int) -> Path:
+        (path,) = self.files.glob(f"{version}-*.policy")
+        return path
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def close(self) -> None:
+        for close in reversed(self._closing):
+            close()
+        self.stop()
+
+
+class Node:
+    def __init__(self, link: Client, folder: Path) -> None:
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.folder = folder
+        self.puller = PolicyPuller(link, folder, self.inbox)
+
+    def next(self) -> Any:
+        return self.inbox.get(timeout=PATIENCE_S)
+
+    def expect(self, version: int, data: bytes) -> PolicyFetched:
+        """The next thing that comes is this policy, byte for byte; its file is taken away, as a node does."""
+        fetched = self.next()
+        assert isinstance(fetched, PolicyFetched), fetched
+        assert fetched.policy == policy(version)
+        assert fetched.path.read_bytes() == data
+        fetched.path.unlink()
+        return fetched
+
+    def expect_failure(self, version: int) -> str:
+        """The next thing that comes is this policy's failure, and nothing of its file is left."""
+        failed = self.next()
+        assert isinstance(failed, PolicyFetchFailed), failed
+        assert failed.policy == policy(version)
+        assert list(self.folder.glob(f"{version}-*")) == []
+        return failed.error
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
+        time.sleep(0.005)
+
+
+# --- the newest ------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_of_several_megabytes_comes_in_chunks_and_is_the_same_to_the_byte(house: House) -> None:
+    node = house.node()
+    size = 6 * CHUNK_BYTES + 12345
+    data = house.upload(1, data_of(1, size))
+    fetched = node.expect(1, data)
+    assert fetched.order == 1
+    assert fetched.fetch_ms > 0
+    assert [(pull.offset, pull.count) for pull in house.store.pulls] == [
+        (start, CHUNK_BYTES) for start in range(0, size, CHUNK_BYTES)
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES])
+def test_sizes_at_the_edge_of_a_chunk_come_whole(house: House, size: int) -> None:
+    node = house.node()
+    node.expect(1, house.upload(1, data_of(1, size)))
+    assert len(house.store.pulls) == max(1, -(-size // CHUNK_BYTES))
+
+
+def test_policies_come_one_after_another_with_rising_order(house: House) -> None:
+    node = house.node()
+    orders = [node.expect(version, house.upload(version, data_of(version))).order for version in (0, 1, 2)]
+    assert orders == [1, 2, 3]
+
+
+def test_a_late_joiner_hears_of_the_newest_and_of_no_other(house: House) -> None:
+    for version in (0, 1):
+        house.upload(version, data_of(version))
+    node = house.node()
+    assert node.expect(1, data_of(1)).order == 2
+    node.expect(2, house.upload(2, data_of(2)))
+
+
+def test_of_several_announcements_that_came_together_only_the_newest_is_fetched(house: House) -> None:
+    link = house.link("node", "node")
+    for version in (1, 2, 3):
+        house.upload(version, data_of(version))
+    wait_for(lambda: link._arrived.qsize() == 3, "the announcements")
+    node = house.node(link)
+    assert node.expect(3, data_of(3)).order == 3
+    assert {pull.policy for pull in house.store.pulls} == {policy(3)}
+
+
+def test_what_is_overtaken_while_another_comes_in_is_skipped(house: House) -> None:
+    """2, 3 and 4 are stored between two chunks of 1; then 1 is complete, and 4 is next."""
+
+    def overtake(pull: Pull) -> None:
+        house.store.before_pull = overtake if pull.offset == 0 else None
+        if pull.offset:
+            for version in (2, 3, 4):
+                house.store._on_upload("trainer", upload_of(version, data_of(version)), [memoryview(data_of(version))])
+
+    house.store.before_pull = overtake
+    house.pin(1)
+    node = house.node()
+    node.expect(1, house.upload(1, data_of(1, 3 * CHUNK_BYTES)))
+    assert node.expect(4, data_of(4)).order == 4
+    assert {pull.policy for pull in house.store.pulls} == {policy(1), policy(4)}
+
+
+# --- older ones ------------------------------------------------------------------------------------------------------
+
+
+def test_an_older_policy_that_is_pinned_comes_when_it_is_asked_for(house: House) -> None:
+    old = house.upload(0, data_of(0, CHUNK_BYTES + 5))
+    house.pin(0)
+    for version in range(1, 6):
+        house.upload(version, data_of(version))
+    node = house.node()
+    node.expect(5, data_of(5))
+    node.puller.ask(policy(0))
+    assert node.expect(0, old).order == 0
+    node.expect(6, house.upload(6, data_of(6)))
+
+
+def test_of_what_the_store_has_dropped_the_node_hears_that_and_the_next_policy_comes(house: House) -> None:
+    for version in range(5):
+        house.upload(version, data_of(version))
+    node = house.node()
+    node.expect(4, data_of(4))
+    node.puller.ask(policy(1))
+    assert "the store does not have it" in node.expect_failure(1)
+    node.puller.ask(policy(77))
+    assert "the store does not have it" in node.expect_failure(77)
+    node.expect(5, house.upload(5, data_of(5)))
+
+
+def test_a_policy_that_is_dropped_while_it_comes_in_fails_and_the_newest_comes(house: House) -> None:
+    def overtake(pull: Pull) -> None:
+        if pull.offset == 2 * CHUNK_BYTES:
+            house.store.before_pull = None
+            house.store._on_upload("trainer", upload_of(9, data_of(9)), [memoryview(data_of(9))])
+
+    house.store.before_pull = overtake
+    node = house.node()
+    house.upload(1, data_of(1, 8 * CHUNK_BYTES))
+    assert "the store does not have it" in node.expect_failure(1)
+    node.expect(9, data_of(9))
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off_the_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(("damage", "says"), [(flip_a_byte, "arrived damaged"), (cut_off_the_end, "the store sent")])
+def test_a_file_that_was_damaged_on_the_stores_disk_is_not_handed_over(
+    house: House, damage: Callable[[Path], None], says: str
+) -> None:
+    house.upload(1, data_of(1, 3 * CHUNK_BYTES))
+    damage(house.file(1))
+    node = house.node()
+    assert says in node.expect_failure(1)
+    node.expect(2, house.upload(2, data_of(2)))
+
+
+def test_a_failed_policy_may_be_asked_for_again_and_chunks_of_the_first_try_do_no_harm(house: House) -> None:
+    """When the second chunk is found to be short, three more have been asked for, and are answered with nothing."""
+    data = house.upload(1, data_of(1, 6 * CHUNK_BYTES))
+    path = house.file(1)
+    path.write_bytes(data[: 3 * CHUNK_BYTES // 2])
+
+    def repair(pull: Pull) -> None:
+        if pull.offset == 0 and house.store.pulls:
+            path.write_bytes(data)
+
+    house.store.before_pull = repair
+    node = house.node()
+    node.expect_failure(1)
+    node.puller.ask(policy(1))
+    node.expect(1, data)
+
+
+def test_a_disk_that_takes_no_more_is_a_failure_of_that_policy_alone(house: House) -> None:
+    shutil.rmtree(house.scratch)
+    node = house.node()
+    house.upload(1, data_of(1))
+    assert "No such file or directory" in node.expect_failure(1)
+    house.scratch.mkdir()
+    node.expect(2, house.upload(2, data_of(2)))
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_the_link_is_what_the_node_hears_last(house: House) -> None:
+    node = house.node()
+    node.expect(1, house.upload(1, data_of(1)))
+    house.stop()
+    assert isinstance(node.next(), LinkClosed)
+    assert node.inbox.empty()
+
+
+def test_a_store_that_was_killed_and_started_again_ends_the_node(house: House) -> None:
+    """It knows none of the policies that are in use, and counts its announcements from 1 again."""
+    node = house.node()
+    node.expect(1, house.upload(1, data_of(1)))
+    house.server._peers.clear()  # as a killed process would: no goodbye
+    house.stop()
+    house.open()
+    ended = node.next()
+    assert isinstance(ended, LinkClosed)
+    assert "started again" in str(ended)
+
+
+def test_a_puller_that_is_closed_says_nothing_more_and_does_so_at_once(house: House) -> None:
+    node = house.node()
+    node.expect(1, house.upload(1, data_of(1)))
+    started = time.monotonic()
+    node.puller.close()
+    assert time.monotonic() - started < 5.0
+    house.upload(2, data_of(2))
+    assert node.inbox.empty()
+
+
+def test_a_puller_that_hears_of_the_runs_end_completes_what_it_has_begun_and_ends(house: House) -> None:
+    def end(pull: Pull) -> None:
+        if pull.offset == CHUNK_BYTES:
+            house.server.send("node", Stop("the run is over"))
+
+    house.store.before_pull = end
+    node = house.node()
+    node.expect(1, house.upload(1, data_of(1, 3 * CHUNK_BYTES)))
+    house.upload(2, data_of(2))
+    node.puller._thread.join(PATIENCE_S)
+    assert not node.puller._thread.is_alive()
+    assert node.inbox.empty()

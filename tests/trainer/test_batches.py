@@ -1,0 +1,179 @@
+"""From a drawn batch to samples: what trains, what does not, and who says so."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_rl.errors import AsyncRLError
+from async_rl.trajectory import MaskReason, Segment, Trajectory, encode_trajectory, pack_segments
+from async_rl.version import VersionRun
+from async_rl.wire.link import Received
+from async_rl.wire.messages import BLOB_BYTES, Batch, BatchGroup, decode_body, encode_body
+from trainer.batches import TrainingBatch, prepare
+
+FOR_VERSION, K, VOCABULARY = 9, 4, 32
+NIL = msgspec.Raw(b"\xc0")
+
+
+def segment(*runs: tuple[int, int], n_prompt: int = 2, **changes: Any) -> Segment:
+    """`n_prompt` prompt tokens, then for each (version, count) as many sampled ones."""
+    n_sampled = sum(count for _, count in runs)
+    mask = np.repeat(np.array([MaskReason.PROMPT, MaskReason.SAMPLED], np.uint8), [n_prompt, n_sampled])
+    values: dict[str, Any] = {
+        "tokens": np.arange(len(mask), dtype=np.int32) % VOCABULARY,
+        "logprobs": np.where(mask == 0, np.float32(-0.5), np.float32(0)),
+        "mask": mask,
+        "versions": tuple(VersionRun(version, f"{version:064x}", count) for version, count in runs),
+        "finish": "stop",
+    }
+    return Segment(**(values | changes))
+
+
+def trajectory(lease: int, sample: int, reward: float, *parts: Segment, **changes: Any) -> Trajectory:
+    headers, arrays = pack_segments(parts or [segment((FOR_VERSION, 3))])
+    values = {"status": "ok", "segments": headers, "arrays": arrays, "node": "node-1"}
+    return Trajectory(lease=lease, sample=sample, reward=reward, **(values | changes))
+
+
+def lend(*groups: list[Trajectory], sizes: list[int] | None = None) -> Received:
+    """The batch as it reaches the trainer: forwarded by the buffer, through the codec."""
+    payloads = [encode_trajectory(one) for group in groups for one in group]
+    heads = tuple(
+        BatchGroup(ticket, 0, 100 + ticket, size)
+        for ticket, size in enumerate(sizes if sizes is not None else map(len, groups))
+    )
+    inline = tuple(msgspec.Raw(data) if len(data) <= BLOB_BYTES else NIL for data in payloads)
+    blobs = [memoryview(data) for data in payloads if len(data) > BLOB_BYTES]
+    return Received("buffer", decode_body(encode_body(Batch(3, FOR_VERSION, heads, inline))), blobs)
+
+
+def prepared(received: Received) -> TrainingBatch:
+    return prepare(received, max_staleness=K, vocabulary_size=VOCABULARY, advantage="grpo")
+
+
+def outcomes(batch: TrainingBatch) -> dict[tuple[int, int], str]:
+    return {(item.lease, item.sample): item.outcome for item in batch.dispositions}
+
+
+def grpo(*rewards: float) -> list[float]:
+    values = np.array(rewards)
+    return ((values - values.mean()) / (values.std() + 1e-6)).tolist()
+
+
+def test_a_batch_becomes_one_sample_per_segment_with_everything_in_its_place() -> None:
+    two_segments = trajectory(1, 1, 0.0, segment((8, 2), (9, 1)), segment((7, 4), n_prompt=3), node="node-2")
+    batch = prepared(lend([trajectory(1, 0, 1.0), two_segments], [trajectory(2, 0, 5.0), trajectory(2, 1, 3.0)]))
+    assert outcomes(batch) == dict.fromkeys([(1, 0), (1, 1), (2, 0), (2, 1)], "trained")
+    assert [(sample.attempt, sample.group) for sample in batch.samples] == [(0, 0), (1, 0), (1, 0), (2, 1), (3, 1)]
+    assert [sample.advantage for sample in batch.samples] == pytest.approx([1, -1, -1, 1, -1], abs=1e-5)
+    first, second = batch.samples[1:3]
+    assert first.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert first.mask.tolist() == [1, 1, 0, 0, 0]
+    assert first.behaviour.tolist() == [0, 0, -0.5, -0.5, -0.5]
+    assert first.versions[2:].tolist() == [8, 8, 9]
+    assert second.versions[3:].tolist() == [7, 7, 7, 7]
+    assert batch.rewards.tolist() == [1, 0, 5, 3]
+    assert batch.tokens == 5 + 5 + 7 + 5 + 5
+    assert batch.nodes == {"node-1": 3, "node-2": 1}
+    assert batch.ages.dtype == np.int32
+    assert batch.ages.tolist() == [0, 0, 0, 1, 1, 0, 2, 2, 2, 2, *[0] * 6]
+
+
+def test_at_the_bound_a_trajectory_trains_and_one_version_older_it_is_stale() -> None:
+    at_bound = trajectory(1, 0, 1.0, segment((FOR_VERSION - K, 3)))
+    beyond = trajectory(1, 1, 0.0, segment((FOR_VERSION - K - 1, 3)))
+    batch = prepared(lend([at_bound, beyond, trajectory(1, 2, 0.0)]))
+    assert outcomes(batch) == {(1, 0): "trained", (1, 1): "stale", (1, 2): "trained"}
+    assert len(batch.samples) == 2
+    assert batch.ages.max() == K
+    assert batch.rewards.tolist() == [1, 0]
+
+
+def test_one_old_token_in_any_segment_makes_the_whole_trajectory_stale() -> None:
+    old_start = trajectory(1, 0, 1.0, segment((FOR_VERSION - K - 1, 1), (FOR_VERSION, 30)))
+    old_segment = trajectory(1, 1, 1.0, segment((FOR_VERSION, 30)), segment((0, 1)))
+    batch = prepared(lend([old_start, old_segment]))
+    assert set(outcomes(batch).values()) == {"stale"}
+    assert (batch.samples, batch.tokens, batch.nodes) == ([], 0, {})
+    assert batch.ages.shape == batch.rewards.shape == (0,)
+
+
+def test_advantages_are_those_of_what_is_left_of_each_group() -> None:
+    """A stale reward of 100 would turn every other advantage of its group negative."""
+    stale = trajectory(1, 0, 100.0, segment((0, 3)))
+    rest = [trajectory(1, 1, 1.0), trajectory(1, 2, 0.0), trajectory(1, 3, 0.0)]
+    other = [trajectory(2, 0, 2.0), trajectory(2, 1, 4.0)]
+    batch = prepared(lend([stale, *rest], other))
+    assert [sample.advantage for sample in batch.samples] == pytest.approx(grpo(1, 0, 0) + grpo(2, 4))
+    # Attempts are numbered without gaps over what trains, groups as they were drawn.
+    assert [(sample.attempt, sample.group) for sample in batch.samples] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1)]
+
+
+def test_a_group_that_is_all_stale_leaves_its_neighbours_alone() -> None:
+    stale = [trajectory(1, sample, 1.0, segment((0, 3))) for sample in range(2)]
+    batch = prepared(lend(stale, [trajectory(2, 0, 1.0), trajectory(2, 1, 0.0)]))
+    assert [(sample.group, round(sample.advantage, 4)) for sample in batch.samples] == [(1, 1.0), (1, -1.0)]
+
+
+NAN_LOGPROB = np.array([0, 0, -0.5, math.nan, -0.5], np.float32)
+BROKEN = {
+    "a log-probability that is no number": trajectory(7, 3, 1.0, segment((9, 3), logprobs=NAN_LOGPROB)),
+    "too few version stamps": trajectory(7, 3, 1.0, segment((9, 3), versions=(VersionRun(9, "9" * 64, 2),))),
+    "a first token that nothing predicts": trajectory(7, 3, 1.0, segment((9, 3), n_prompt=0)),
+    "bytes that are not there": trajectory(7, 3, 1.0, arrays=memoryview(b"short")),
+    "a reward that is no number": trajectory(7, 3, math.nan),
+    "a token that the model does not have": trajectory(7, 3, 1.0, segment((9, 3), tokens=np.full(5, VOCABULARY))),
+    "nothing sampled": trajectory(7, 3, 1.0, segment()),
+    "an attempt that failed": trajectory(7, 3, 0.0, status="env_failed", segments=(), arrays=memoryview(b"")),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_trajectory_is_refused_and_named_with_its_node_and_the_rest_trains(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "learner"):
+        batch = prepared(lend([trajectory(7, 2, 1.0), BROKEN[what], trajectory(7, 4, 0.0)]))
+    assert outcomes(batch) == {(7, 2): "trained", (7, 3): "refused", (7, 4): "trained"}
+    assert [sample.advantage for sample in batch.samples] == pytest.approx(grpo(1, 0))
+    (record,) = caplog.records
+    assert "attempt 7/3" in record.getMessage()
+    assert "node-1" in record.getMessage()
+
+
+def test_large_trajectories_come_as_blobs_in_their_places() -> None:
+    n_sampled = BLOB_BYTES // 9 + 1
+    large = [trajectory(1, sample, float(sample), segment((9, n_sampled + sample))) for sample in (1, 3)]
+    received = lend([trajectory(1, 0, 0.0), large[0], trajectory(1, 2, 2.0), large[1]])
+    assert [bytes(raw) == b"\xc0" for raw in received.message.trajectories] == [False, True, False, True]
+    batch = prepared(received)
+    assert batch.rewards.tolist() == [0, 1, 2, 3]
+    assert [len(sample.tokens) for sample in batch.samples] == [5, n_sampled + 3, 5, n_sampled + 5]
+    # Their arrays are views of the received frame: nothing of that size is copied.
+    assert np.shares_memory(batch.samples[1].tokens, np.frombuffer(received.blobs[0], np.uint8))
+
+
+def test_a_blob_that_is_missing_is_an_error_that_names_the_batch() -> None:
+    received = lend([trajectory(1, 0, 0.0, segment((9, BLOB_BYTES)))])
+    with pytest.raises(AsyncRLError, match="batch 3: a trajectory cannot be decoded"):
+        prepared(received._replace(blobs=[]))
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [2, 3], []])
+def test_a_wrong_number_of_trajectories_is_an_error_with_both_numbers(sizes: list[int]) -> None:
+    groups = [[trajectory(lease, sample, 1.0) for sample in range(2)] for lease in (1, 2)]
+    with pytest.raises(AsyncRLError, match=f"batch 3: {sum(sizes)} trajectories declared, 4 received"):
+        prepared(lend(*groups, sizes=sizes))
+
+
+def test_what_is_no_trajectory_is_an_error_that_names_the_batch() -> None:
+    received = lend([trajectory(1, 0, 1.0)])
+    broken = msgspec.structs.replace(received.message, trajectories=(msgspec.Raw(b"\x93\x01\x02\x03"),))
+    with pytest.raises(AsyncRLError, match="batch 3: a trajectory cannot be decoded"):
+        prepared(received._replace(message=broken))

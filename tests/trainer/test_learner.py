@@ -1,0 +1,157 @@
+"""The learner against a real buffer and a real policy store: what happens when it is told to stop, and at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from buffer_house import FINGERPRINT, RUN, TOKEN, House, deliver
+from safetensors.torch import load_file, save_file
+
+from async_rl.config import Config
+from async_rl.policy.adapter import write_adapter
+from async_rl.run.metrics import MetricsWriter, read_metrics, steps_of
+from async_rl.run.process import StopEvent
+from async_rl.wire.link import Client, Server
+from async_rl.wire.messages import Leases, NodeReady, NodeServing, NodeWants, Stop, TrainerReady
+from buffer.store import PolicyFiles, StoreService
+from trainer.backend import Sample, StepResult
+from trainer.checkpoint import find_latest
+from trainer.learner import Learner, State, run_learner
+
+STEPS = 2
+
+
+class Counting:
+    """A backend whose weights are one number: how many steps it has taken."""
+
+    vocabulary_size = 100
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.during_step = lambda: None
+
+    def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
+        self.during_step()
+        self.steps += 1
+        return StepResult({"loss": 0.0, "tokens": float(len(samples))}, [], skipped=False)
+
+    def export(self, path: Path) -> str:
+        weight = {"base_model.model.w.lora_A.weight": torch.full((1, 1), float(self.steps))}
+        return write_adapter(path, weight, {"r": 1, "lora_alpha": 1, "target_modules": ["w"]})
+
+    def export_peft(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, folder: Path) -> None:
+        save_file({"steps": torch.tensor([self.steps])}, folder / "weights.safetensors")
+
+    def logprobs(self, tokens: Sequence[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class Directory:
+    """The places of a run directory that a learner writes to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.adapters, self.checkpoints = path, path / "adapters", path / "checkpoints"
+        self.metrics_path, self.summary_path, self.curve_path = (
+            path / name for name in ("metrics.jsonl", "summary.json", "curve.png")
+        )
+        self.adapters.mkdir()
+
+
+class Context:
+    def __init__(self, config: Config, path: Path) -> None:
+        self.config, self.directory, self.stopping = config, Directory(path), StopEvent()
+
+
+class Run:
+    """Buffer and store in threads, a node that answers every lease, and a learner to be run in the test's thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.house = House(path)
+        config = self.house.config
+        self.context = Context(config, path)
+        store_endpoint = f"ipc://{path / 's'}"
+        self._store_server = Server(store_endpoint, run=RUN, token=TOKEN, name="store")
+        files = PolicyFiles(path / "store", RUN, 1)
+        self._store = StoreService(self.house, self._store_server, files)
+        self._threads = [threading.Thread(target=self._store.serve)]
+        self.backend = Counting()
+        self.buffer = self.house.client("trainer", "trainer")
+        self.store = Client(store_endpoint, run=RUN, token=TOKEN, role="trainer", name="trainer", peer="store")
+        self._threads[0].start()
+        self.store.connect(10.0)
+        self.buffer.send(TrainerReady(FINGERPRINT))
+        metrics = MetricsWriter(self.context.directory.metrics_path)
+        context: Any = self.context
+        self.learner = Learner(context, self.backend, State(), self.buffer, self.store, metrics)
+        node = threading.Thread(target=self._work)
+        self._threads.append(node)
+        node.start()
+
+    def _work(self) -> None:
+        node = self.house.client("node", "node")
+        node.send(NodeReady("torch", 8, FINGERPRINT))
+        while True:
+            status = self.house.service.status()
+            if status.newest is not None:
+                break
+        node.send(NodeServing(status.newest, 1, 1.0))
+        node.send(NodeWants(100))
+        while True:
+            message = node.receive(20.0, "work").message
+            if isinstance(message, Stop):
+                node.close()
+                return
+            if isinstance(message, Leases):
+                deliver(node, list(message.leases), status.newest)
+
+    def close(self) -> None:
+        self.house.close()
+        self.store.close()
+        for thread in self._threads:
+            thread.join(10.0)
+        self._store_server.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_learner_that_is_told_to_stop_during_a_step_checkpoints_the_version_its_weights_have(run):
+    run.backend.during_step = run.context.stopping.set
+    run_learner(run.learner)
+    found = find_latest(run.context.directory.checkpoints)
+    state = msgspec.convert(found.state, State, str_keys=True)
+    assert load_file(found.folder / "weights.safetensors")["steps"].item() == 1
+    assert found.version == state.version == state.progress.confirmed_batches == 1
+    assert state.progress.ledger["trained"] == 4
+    assert [record["step"] for record in steps_of(read_metrics(run.context.directory.metrics_path))] == [0]
+
+
+def test_a_learner_that_is_done_leaves_a_summary_whose_ledger_balances(run):
+    run_learner(run.learner)
+    summary = msgspec.json.decode(run.context.directory.summary_path.read_bytes())
+    assert summary["steps"] == STEPS
+    assert summary["ledger"]["issued"] == summary["ledger"]["trained"] == 8
+    assert run.context.directory.curve_path.exists()
+
+
+def test_a_learner_whose_buffer_leaves_ends_with_the_buffers_words(run):
+    run.backend.during_step = run.house.stopping.set
+    with pytest.raises(Exception, match="the buffer was told to stop"):
+        run_learner(run.learner)
