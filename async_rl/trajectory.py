@@ -209,8 +209,9 @@ def check_header(trajectory: Trajectory) -> None:
 
 
 def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None) -> None:
-    """`check_header`, then what needs the arrays: token ids are in the vocabulary (when its size is given); every sampled token has a token before it, a version and a finite
-    log-probability that is at most 0. Raises TrajectoryError naming the attempt."""
+    """`check_header`, then what needs the arrays: token ids are in the vocabulary (when its size is given), and every
+    sampled token has a token before it, a version, and a finite log-probability that is at most 0. Raises
+    TrajectoryError naming the attempt."""
     check_header(trajectory)
     for index, (header, arrays) in enumerate(zip(trajectory.segments, segment_arrays(trajectory), strict=True)):
         tokens = arrays.tokens

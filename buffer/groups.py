@@ -133,10 +133,12 @@ class Groups:
         group.out -= 1
         self._miss(group, sample)
 
-    def fail(self, ticket: int, lease: int, sample: int, why: Literal["env_failed", "refused", "cancelled"], detail: str) -> None:
-        """An attempt failed on its node ("cancelled": the node gave it up): retried with a new seed, unless short groups
-        are to be dropped or accepted and it was the environment that failed. Anything else says nothing about the
-        instance, so it is always retried. Each costs a try: what always fails must not go round for ever."""
+    def fail(
+        self, ticket: int, lease: int, sample: int, why: Literal["env_failed", "refused", "cancelled"], detail: str
+    ) -> None:
+        """An attempt failed on its node ("cancelled": the node gave it up): retried with a new seed, unless short
+        groups are to be dropped or accepted and it was the environment that failed. Anything else says nothing about
+        the instance, so it is always retried. Each costs a try: what always fails must not go round for ever."""
         group = self.by_ticket[ticket]
         self.ledger.move((lease, sample), "leased", f"dropped.{why}")
         group.out -= 1

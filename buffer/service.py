@@ -11,7 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import msgspec
 
@@ -38,7 +38,6 @@ from async_rl.wire.messages import (
     Message,
     NodeReady,
     NodeServing,
-    NodeStatus,
     NodeTrouble,
     NodeWants,
     PolicyPublished,
@@ -51,7 +50,7 @@ from async_rl.wire.messages import (
     unpack_payloads,
 )
 from buffer import events
-from buffer.nodes import NodeView
+from buffer.observed import Observed
 from buffer.replay import Replay, rules_from_config
 
 log = logging.getLogger("buffer")
@@ -59,14 +58,6 @@ log = logging.getLogger("buffer")
 TICK_S = 0.25  # how often deadlines are looked at
 POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
 PARTING_S = 5.0  # how long the peers have to say goodbye after the end
-STATUS_PUSHES = 4096  # the newest push latencies kept for the summary
-
-
-class Push(NamedTuple):
-    """When a policy was published, and the nodes of that moment that do not serve it yet."""
-
-    since: float
-    awaited: set[str]
 
 
 class RunFailed(AsyncRLError):
@@ -82,20 +73,15 @@ class Service:
         self._clock = clock
         self._stopping = context.stopping
         self._replay = Replay(rules_from_config(context.config))
-        self._started = clock()
+        self._observed = Observed(context.config, clock())
         self._reference: dict[str, str] | None = None
         self._trainer: str | None = None
         self._trainer_lost = ""
         self._ready: dict[str, NodeReady] = {}  # what each node said it is
         self._admitted: set[str] = set()
         self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
-        self._wants: dict[str, NodeWants] = {}
         self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
-        self._pushes: dict[PolicyId, Push] = {}
         self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
-        self._newest: PolicyId | None = None
-        self._push_ms: list[float] = []
-        self._trouble = 0
         self._finished: Finish | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -211,27 +197,23 @@ class Service:
 
     def _forget(self, node: str) -> None:
         self._admitted.discard(node)
-        for table in (self._ready, self._held, self._wants):
+        for table in (self._ready, self._held, self._observed.wants):
             table.pop(node, None)
 
     # --- what nodes say ----------------------------------------------------------------------------------------------
 
     def _on_serving(self, received: Received) -> None:
         message: NodeServing = received.message
-        push = self._pushes.get(message.policy)
-        if push is not None and received.peer in push.awaited:
-            push.awaited.discard(received.peer)
-            self._push_ms.append((self._clock() - push.since) * 1e3)
-            del self._push_ms[:-STATUS_PUSHES]
+        self._observed.serving(received.peer, message.policy, self._clock())
         self._apply_for_node(received.peer, events.NodeAttested(received.peer, message.policy))
 
     def _on_wants(self, received: Received) -> None:
-        self._wants[received.peer] = received.message
+        self._observed.wants[received.peer] = received.message
         self._apply_for_node(received.peer, events.NodeWanted(received.peer, received.message.total_samples))
 
     def _on_trouble(self, received: Received) -> None:
         message: NodeTrouble = received.message
-        self._trouble += 1
+        self._observed.trouble += 1
         log.error("node %s could not load policy %s: %s", received.peer, message.policy.short(), message.error)
 
     def _on_results(self, received: Received) -> None:
@@ -240,7 +222,7 @@ class Service:
             payloads = unpack_payloads(message.trajectories, received.blobs)
         except ValueError as error:
             log.error("results of node %s cannot be read: %s", received.peer, error)
-            self._trouble += 1
+            self._observed.trouble += 1
             return
         for payload in payloads:
             event = self._result_event(received.peer, bytes(payload))
@@ -254,7 +236,7 @@ class Service:
             trajectory = decode_trajectory(payload)
         except msgspec.MsgspecError as error:
             log.error("node %s sent a trajectory that cannot be decoded: %s", node, error)
-            self._trouble += 1
+            self._observed.trouble += 1
             return None
         problem = ""
         try:
@@ -279,10 +261,7 @@ class Service:
 
     def _on_published(self, received: Received) -> None:
         policy: PolicyId = received.message.policy
-        self._newest = policy
-        self._pushes[policy] = Push(self._clock(), set(self._admitted))
-        for old in list(self._pushes)[: -self._config.buffer.max_staleness - 2]:
-            del self._pushes[old]
+        self._observed.published(policy, self._admitted, self._clock())
         self._apply(events.PolicyRegistered(policy))
 
     def _on_draw(self, received: Received) -> None:
@@ -366,42 +345,7 @@ class Service:
                     self._on_status(event)
 
     def status(self) -> Status:
-        replay, now = self._replay, self._clock()
-        views = replay.nodes_view()
-        nodes = tuple(self._node_status(name, views.get(name)) for name in sorted(self._ready))
-        outside = dict(replay.outside)
-        if self._trouble:
-            outside["trouble"] = self._trouble
-        return Status(
-            uptime_s=now - self._started,
-            nodes=nodes,
-            trainer=self._trainer or "",
-            newest=self._newest,
-            confirmed_batches=replay.confirmed_batches,
-            steps=self._config.run.steps,
-            ledger=dict(replay.ledger),
-            eval_ledger=dict(replay.eval_ledger),
-            outside=outside,
-            ready_groups=replay.ready_groups,
-            ready_bytes=replay.ready_bytes,
-            reserved_bytes=replay.reserved_bytes,
-            waiting=replay.waiting(now) if self._trainer else "the buffer waits for a trainer to join",
-            push_ms=tuple(self._push_ms),
-            bound=self._config.buffer.max_staleness,
-        )
-
-    def _node_status(self, name: str, view: NodeView | None) -> NodeStatus:
-        ready, wants = self._ready[name], self._wants.get(name)
-        return NodeStatus(
-            name=name,
-            state=view.state if view else "joining",
-            engine=ready.engine,
-            slots=ready.slots,
-            policy=view.policy if view else None,
-            leased_samples=view.leased_samples if view else 0,
-            busy_fraction=wants.busy_s / wants.alive_s if wants and wants.alive_s else 0.0,
-            sampled_tokens=wants.sampled_tokens if wants else 0,
-        )
+        return self._observed.status(self._replay, self._ready, self._trainer or "", self._clock())
 
     _handlers: ClassVar[dict[tuple[type, str | None], Callable[[Service, Received], None]]] = {
         (NodeReady, "node"): _on_node_ready,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
+from async_rl.policy.adapter import CONFIG_KEY, read_adapter
 from async_rl.version import PolicyId, VersionRun
 from inference.engine import Completion, InFlight, Request
 from inference.policies import PolicyFetched
@@ -230,7 +232,12 @@ def unreadable(path: Path) -> None:
     path.write_bytes(b"no safetensors file")
 
 
-@pytest.mark.parametrize("damage", [cut, unreadable, Path.unlink])
+def without_rank(path: Path) -> None:
+    tensors, _ = read_adapter(path)
+    save_file(tensors, path, metadata={CONFIG_KEY: "{}"})
+
+
+@pytest.mark.parametrize("damage", [cut, unreadable, without_rank, Path.unlink])
 def test_a_broken_file_leaves_the_old_policy_serving_and_is_reported(
     house: Callable[..., House], damage: Callable[[Path], None]
 ) -> None:

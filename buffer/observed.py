@@ -1,0 +1,84 @@
+"""What the buffer's service notes for people, and decides nothing by: demand, pushes, trouble; and the Status of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from async_rl.config import Config
+from async_rl.version import PolicyId
+from async_rl.wire.messages import NodeReady, NodeStatus, NodeWants, Status
+from buffer.nodes import NodeView
+from buffer.replay import Replay
+
+KEPT_PUSHES = 4096  # the newest push latencies, for the summary
+
+
+class Push(NamedTuple):
+    """When a policy was published, and the nodes of that moment that do not serve it yet."""
+
+    since: float
+    awaited: set[str]
+
+
+class Observed:
+    """`now` is in seconds on the service's monotonic clock."""
+
+    def __init__(self, config: Config, now: float) -> None:
+        self.trouble = 0
+        self.wants: dict[str, NodeWants] = {}
+        self._config = config
+        self._started = now
+        self._newest: PolicyId | None = None
+        self._pushes: dict[PolicyId, Push] = {}
+        self._push_ms: list[float] = []
+
+    def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
+        self._newest = policy
+        self._pushes[policy] = Push(now, set(nodes))
+        for old in list(self._pushes)[: -self._config.buffer.max_staleness - 2]:
+            del self._pushes[old]
+
+    def serving(self, node: str, policy: PolicyId, now: float) -> None:
+        """Counts once for each node that was there when the policy was published: not a joiner's delay."""
+        push = self._pushes.get(policy)
+        if push is not None and node in push.awaited:
+            push.awaited.discard(node)
+            self._push_ms.append((now - push.since) * 1e3)
+            del self._push_ms[:-KEPT_PUSHES]
+
+    def status(self, replay: Replay, nodes: Mapping[str, NodeReady], trainer: str, now: float) -> Status:
+        views = replay.nodes_view()
+        outside = replay.outside
+        if self.trouble:
+            outside["trouble"] = self.trouble
+        return Status(
+            uptime_s=now - self._started,
+            nodes=tuple(self._node(name, nodes[name], views.get(name)) for name in sorted(nodes)),
+            trainer=trainer,
+            newest=self._newest,
+            confirmed_batches=replay.confirmed_batches,
+            steps=self._config.run.steps,
+            ledger=replay.ledger,
+            eval_ledger=replay.eval_ledger,
+            outside=outside,
+            ready_groups=replay.ready_groups,
+            ready_bytes=replay.ready_bytes,
+            reserved_bytes=replay.reserved_bytes,
+            waiting=replay.waiting(now) if trainer else "the buffer waits for a trainer to join",
+            push_ms=tuple(self._push_ms),
+            bound=self._config.buffer.max_staleness,
+        )
+
+    def _node(self, name: str, ready: NodeReady, view: NodeView | None) -> NodeStatus:
+        wants = self.wants.get(name)
+        return NodeStatus(
+            name=name,
+            state=view.state if view else "joining",
+            engine=ready.engine,
+            slots=ready.slots,
+            policy=view.policy if view else None,
+            leased_samples=view.leased_samples if view else 0,
+            busy_fraction=wants.busy_s / wants.alive_s if wants and wants.alive_s else 0.0,
+            sampled_tokens=wants.sampled_tokens if wants else 0,
+        )
