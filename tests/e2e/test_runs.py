@@ -32,12 +32,12 @@ def test_reward_rises_when_a_model_learns_across_processes(shell):
     run = shell.folder / "learns"
     code, output = shell.run(
         "run", str(shell.config), "--out", str(run),
-        "--set", "run.steps=40", "--set", "run.eval_every=40", "--set", "run.eval_samples=128",
+        "--set", "run.steps=60", "--set", "run.eval_every=60", "--set", "run.eval_samples=256",
         "--set", "buffer.groups_per_step=16", "--set", "inference.slots=64", "--set", "buffer.max_staleness=2",
         timeout=230,
     )  # fmt: skip
     assert code == 0, output
-    summary = check_finished(run, steps=40, bound=2)
+    summary = check_finished(run, steps=60, bound=2)
     rewards = [record["reward"] for record in real_runs.records(run)]
     first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
     # 1,280 samples at each end, so a standard error below 0.015: a rise by a quarter is not luck.
@@ -49,6 +49,7 @@ def test_reward_rises_when_a_model_learns_across_processes(shell):
 
 
 def test_with_bound_0_every_token_is_of_the_trainers_version_and_both_log_probabilities_agree(shell):
+    """And its final adapter loads with the line that the run prints (one run serves both)."""
     run = shell.folder / "lockstep"
     code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "buffer.max_staleness=0")
     assert code == 0, output
@@ -57,6 +58,12 @@ def test_with_bound_0_every_token_is_of_the_trainers_version_and_both_log_probab
         assert record["staleness_tokens"] == [record["tokens"]]
         assert record["mismatch_mean"] <= 1e-6
         assert record["mismatch_max"] <= 5e-5
+    line = next(line.strip() for line in output.splitlines() if "PeftModel.from_pretrained" in line)
+    namespace = {"peft": peft, "transformers": transformers}
+    exec(line, namespace)
+    assert any("lora_B" in name for name, _ in namespace["model"].named_parameters())
+    config = json.loads((run / "adapters" / "final" / "adapter_config.json").read_text())
+    assert config["r"] == 16
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute"])
@@ -72,7 +79,7 @@ def test_pools_started_by_hand_over_tcp_give_a_run_and_a_second_node_joins_half_
     endpoints = [
         "--set", f"buffer.endpoint=tcp://127.0.0.1:{free_port()}",
         "--set", f"buffer.store_endpoint=tcp://127.0.0.1:{free_port()}",
-        "--set", "run.steps=30",
+        "--set", "run.steps=200",
     ]  # fmt: skip
     common = [str(shell.config), "--out", str(run), *endpoints]
     buffer = shell.start("buffer", *common)
@@ -85,7 +92,7 @@ def test_pools_started_by_hand_over_tcp_give_a_run_and_a_second_node_joins_half_
     for name, process in {"trainer": trainer, "first": first, "second": second, "buffer": buffer}.items():
         outputs[name], _ = process.communicate(timeout=120)
         assert process.returncode == 0, (name, outputs[name])
-    check_finished(run, steps=30, bound=4)
+    check_finished(run, steps=200, bound=4)
     # It served what was current when it joined, which was not version 0, and its work was trained on.
     serving = [line for line in outputs["second"].splitlines() if "serving policy" in line]
     assert serving
@@ -115,15 +122,3 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_the_ledger_balances(
     # Interrupted runs checkpoint at the step they reached, so no step is trained twice.
     assert [record["step"] for record in real_runs.records(run)] == list(range(24))
     assert summary["ledger"]["trained"] == 24 * 32
-
-
-def test_the_final_adapter_loads_with_the_line_that_the_run_prints(shell):
-    run = shell.folder / "final"
-    code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "run.steps=2")
-    assert code == 0, output
-    line = next(line.strip() for line in output.splitlines() if "PeftModel.from_pretrained" in line)
-    namespace = {"peft": peft, "transformers": transformers}
-    exec(line, namespace)
-    assert any("lora_B" in name for name, _ in namespace["model"].named_parameters())
-    config = json.loads((run / "adapters" / "final" / "adapter_config.json").read_text())
-    assert config["r"] == 16

@@ -326,6 +326,20 @@ def test_pinned_requests_are_never_recomputed_so_the_next_oldest_policy_goes(hou
     assert versions(one.run(10, 1, 2)) == [[0], [1, 2], [2]]
 
 
+def test_a_policy_that_pinned_requests_share_with_others_is_not_freed_by_recomputing_those(
+    house: Callable[..., House],
+) -> None:
+    one = house()
+    one.fill(0)
+    one.start(10, pinned=0)
+    one.fill(1)
+    one.serve(2)
+    one.fetch(3)
+    assert one.advance(TIMEOUT_S) == 3
+    assert one.resident == [0, 2, 3]
+    assert versions(one.run(0, 10, 1)) == [[0, 2], [0], [1, 2]]
+
+
 def test_when_only_pinned_requests_hold_the_other_slots_the_newest_waits_for_them(house: Callable[..., House]) -> None:
     one = house()
     for version, new in [(0, 16), (1, LONG)]:

@@ -22,6 +22,9 @@ eval_every = 3
 eval_samples = 32
 
 [model.tiny]
+seed = 0
+accuracy_low = 0.25
+accuracy_high = 0.3
 
 [task]
 kind = "digit_sort"
@@ -42,6 +45,13 @@ max_context = 24
 [trainer]
 learning_rate = 2e-3
 checkpoint_every = 2
+
+[algorithm]
+ratio_level = "token"
+treatment = "clip"
+ratio_low = 0.8
+ratio_high = 1.28
+surrogate = "ppo"
 """
 
 
