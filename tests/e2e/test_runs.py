@@ -44,7 +44,7 @@ def test_reward_rises_when_a_model_learns_across_processes(shell):
     assert last >= first + 0.08, (first, last)
     assert summary["staleness"]["mean"] > 0
     assert summary["eval"]["last"] > summary["eval"]["first"]
-    assert (run / "curve.png").stat().st_size > 10_000
+    assert (run / "learning_curve.png").stat().st_size > 10_000
     assert "try next" in output
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from async_rl.run.process import StopEvent
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkClosed, Server
+from async_rl.wire.link import Client, LinkClosed, LinkRefused, Server
 from async_rl.wire.messages import PinPolicy, Pull, Stop, Stored, Upload
 from buffer.store import PolicyFiles, StoreService
 from inference.policies import CHUNK_BYTES, PolicyFetched, PolicyFetchFailed, PolicyPuller
@@ -207,20 +207,25 @@ def test_of_several_announcements_that_came_together_only_the_newest_is_fetched(
 
 
 def test_what_is_overtaken_while_another_comes_in_is_skipped(house: House) -> None:
-    """2, 3 and 4 are stored between two chunks of 1; then 1 is complete, and 4 is next."""
+    """2, 3 and 4 are stored between two chunks of 1, and 0 is asked for; then 1 is complete, and 4 is next."""
 
     def overtake(pull: Pull) -> None:
         house.store.before_pull = overtake if pull.offset == 0 else None
         if pull.offset:
+            node.puller.ask(policy(0))
             for version in (2, 3, 4):
                 house.store._on_upload("trainer", upload_of(version, data_of(version)), [memoryview(data_of(version))])
 
-    house.store.before_pull = overtake
-    house.pin(1)
+    for version in (0, 1):
+        house.pin(version)
+    house.upload(0, data_of(0))
     node = house.node()
+    node.expect(0, data_of(0))
+    house.store.before_pull = overtake
     node.expect(1, house.upload(1, data_of(1, 3 * CHUNK_BYTES)))
-    assert node.expect(4, data_of(4)).order == 4
-    assert {pull.policy for pull in house.store.pulls} == {policy(1), policy(4)}
+    assert node.expect(4, data_of(4)).order == 5
+    assert node.expect(0, data_of(0)).order == 0
+    assert {pull.policy for pull in house.store.pulls} == {policy(0), policy(1), policy(4)}
 
 
 # --- older ones ------------------------------------------------------------------------------------------------------
@@ -316,11 +321,18 @@ def test_a_disk_that_takes_no_more_is_a_failure_of_that_policy_alone(house: Hous
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_the_link_is_what_the_node_hears_last(house: House) -> None:
+def test_a_link_that_ends_is_the_last_that_the_node_hears_and_no_half_file_stays(house: House) -> None:
+    def send_away(pull: Pull) -> None:
+        if pull.offset == CHUNK_BYTES:
+            house.server.disconnect("node", "the run goes on without you")
+
+    house.store.before_pull = send_away
     node = house.node()
-    node.expect(1, house.upload(1, data_of(1)))
-    house.stop()
-    assert isinstance(node.next(), LinkClosed)
+    house.upload(1, data_of(1, 3 * CHUNK_BYTES))
+    ended = node.next()
+    assert isinstance(ended, LinkRefused)
+    assert "without you" in str(ended)
+    assert list(house.scratch.iterdir()) == []
     assert node.inbox.empty()
 
 
