@@ -30,9 +30,11 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
             "directory in Hugging Face layout"
         )
     tokenizer = [model_path / name for name in TOKENIZER_FILES if (model_path / name).is_file()]
+    generation = model_path / "generation_config.json"
     template = model_path / "chat_template.jinja"
     return {
-        "model config": _hash(config_file.read_bytes()),
+        # Engines take the tokens at which an answer ends from the generation config.
+        "model config": _hash(config_file.read_bytes(), generation.read_bytes() if generation.is_file() else b""),
         "weights": _hash(*(_safetensors_header(path) for path in weights)),
         "tokenizer": _hash(*(path.read_bytes() for path in tokenizer)),
         "chat template": _hash(template.read_bytes() if template.is_file() else b""),

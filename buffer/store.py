@@ -27,7 +27,6 @@ log = logging.getLogger("store")
 
 POLL_S = 0.1
 PARTING_S = 5.0
-MAX_CHUNK_BYTES = 16 << 20
 
 
 class StoredPolicy(NamedTuple):
@@ -104,9 +103,13 @@ class PolicyFiles:
         """Up to `count` bytes of a policy's file, or None when it is not kept (any more)."""
         if policy not in self._stored:
             return None
-        with self._path(policy).open("rb") as file:
-            file.seek(offset)
-            return file.read(min(count, MAX_CHUNK_BYTES))
+        try:
+            with self._path(policy).open("rb") as file:
+                file.seek(offset)
+                return file.read(count)
+        except OSError as error:
+            log.error("policy %s is gone from the disk: %s", policy.short(), error)
+            return None
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
         (self._pins.add if pinned else self._pins.discard)(policy)
