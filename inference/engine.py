@@ -45,15 +45,14 @@ class Capabilities(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One attempt to sample. `policy` pins it to a resident policy (evaluation); None means the serving one.
-    Requests with the same `prompt_key` (not None) have the same prompt, which is then prefilled once."""
+    """One attempt to sample. `policy` pins it to a resident policy (evaluation); None means the serving one. Requests
+    with equal prompts are worth submitting together: an engine may prefill the prompt once."""
 
     key: tuple[int, int]
     prompt: npt.NDArray[np.int32]
     sampling: SamplingParams
     seed: int
     policy: PolicyId | None = None
-    prompt_key: int | None = None
 
 
 class Completion(NamedTuple):

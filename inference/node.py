@@ -155,6 +155,7 @@ class Node:
 
     def _on_lease(self, lease: Lease) -> None:
         try:
+            self._check_version(lease)
             for request in self._book.open(lease):
                 self._serving.submit(request)
         except Exception as error:
@@ -162,6 +163,12 @@ class Node:
             log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
             for trajectory in self._book.refused(lease, str(error)):
                 self._collect(trajectory)
+
+    def _check_version(self, lease: Lease) -> None:
+        """No lease starts under an older policy than it was admitted for; what serves only ever becomes newer."""
+        serving = self._engine.serving
+        if lease.policy is None and serving is not None and serving.version < lease.min_version:
+            raise EngineError(f"it is for version {lease.min_version} or newer, and {serving.short()} serves")
 
     def _introduce(self, reason: str = "") -> None:
         """Say what this node is and serves; whatever it was doing for the buffer before is void."""

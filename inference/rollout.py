@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from async_rl.tasks.rendering import decode, render
-from async_rl.tasks.task import Instance, Task
+from async_rl.tasks.task import Task, instance_of
 from async_rl.trajectory import MaskReason, Segment, Timings, Trajectory, pack_segments
 from async_rl.wire.messages import Lease
 from inference.engine import Completion, Request
@@ -22,8 +22,6 @@ EMPTY = memoryview(b"")
 
 class Open(NamedTuple):
     lease: Lease
-    instance_id: int
-    instance: Instance
     prompt: np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -50,14 +48,12 @@ class RolloutBook:
 
     def open(self, lease: Lease) -> list[Request]:
         """Build the instance, render and tokenise it, and make one request per sample."""
-        size = self._task.size(lease.split)
-        instance_id = lease.instance % size if size else lease.instance
-        instance = self._task.instance(lease.split, instance_id)
+        instance = instance_of(self._task, lease.split, lease.instance)
         prompt = np.asarray(render(instance, self._tokenizer), dtype=np.int32)
-        self._open[lease.lease] = Open(lease, instance_id, instance, prompt)
+        self._open[lease.lease] = Open(lease, prompt)
         self._left[lease.lease] = set(lease.samples)
         return [
-            Request((lease.lease, sample), prompt, lease.sampling, seed, lease.policy, prompt_key=lease.lease)
+            Request((lease.lease, sample), prompt, lease.sampling, seed, lease.policy)
             for sample, seed in zip(lease.samples, lease.seeds, strict=True)
         ]
 
@@ -73,8 +69,8 @@ class RolloutBook:
         if completion.finish == "abort":
             return self._failed(completion.key, "aborted", "the engine aborted it")
         self._sampled[completion.key] = completion
-        entry = self._open[lease]
-        return ToScore(completion.key, entry.lease.split, entry.instance_id, decode(completion.tokens, self._tokenizer))
+        of = self._open[lease].lease
+        return ToScore(completion.key, of.split, of.instance, decode(completion.tokens, self._tokenizer))
 
     def scored(
         self, key: tuple[int, int], reward: float, components: dict[str, float], seconds: float, error: str

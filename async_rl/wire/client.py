@@ -111,8 +111,8 @@ class Client:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         set_common_options(self._socket, endpoint)
-        # Not zmq.IMMEDIATE: with it libzmq drops, together with a closed connection, what arrived on it and was not read
-        # yet, and that may be the server's goodbye (5 of 60 closes).
+        # Not zmq.IMMEDIATE: with it libzmq drops, together with a closed connection, what arrived on it and was not
+        # read yet, and that may be the server's goodbye (5 of 60 closes).
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_LAST_MS)
         self._wake_read, self._wake_write = sockets.socketpair()

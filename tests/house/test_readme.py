@@ -18,7 +18,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
 
 def commands(program: str) -> list[str]:
     """Every line of a code block that starts with `program`, without its comment."""
-    blocks = [block for page in PAGES for block in re.findall(r"```\w*\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+    texts = [(ROOT / page).read_text() for page in PAGES]
+    blocks = [block for text in texts for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)]
     lines = [line.strip().removeprefix(".venv/bin/") for block in blocks for line in block.splitlines()]
     return [line.split("  #")[0].strip() for line in lines if line.split(" ")[0] == program]
 

@@ -132,7 +132,7 @@ class Tiny:
     ) -> Request:
         """A request of its own prompt (unless `prompt_seed` is given) and seed."""
         prompt = self.prompt(sample if prompt_seed is None else prompt_seed, length)
-        return Request((7, sample), prompt, SamplingParams(temperature, new), 1000 + sample, policy, prompt_seed)
+        return Request((7, sample), prompt, SamplingParams(temperature, new), 1000 + sample, policy)
 
 
 def run_all(engine: TorchEngine, steps: int = 500) -> dict[int, Completion]:

@@ -77,7 +77,7 @@ def test_a_lease_becomes_one_request_per_sample_with_its_own_seed_and_the_same_p
     for request in requests:
         assert TOKENIZER.decode(request.prompt) == question
         assert request.prompt.dtype == np.int32
-        assert (request.sampling, request.policy, request.prompt_key) == (SAMPLING, None, 7)
+        assert (request.sampling, request.policy) == (SAMPLING, None)
 
 
 def test_an_evaluation_asks_its_own_split_under_its_own_policy() -> None:
