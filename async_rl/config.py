@@ -181,7 +181,7 @@ def check_config(config: Config) -> None:
     """Everything that no single value shows. Raises ConfigError."""
     buffer, inference, algorithm = config.buffer, config.inference, config.algorithm
     if "kind" not in config.task:
-        raise ConfigError("[task] needs a key `kind`: which task to train on, for example kind = \"digit_sort\"")
+        raise ConfigError('[task] needs a key `kind`: which task to train on, for example kind = "digit_sort"')
     if not config.model.path and config.model.tiny is None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     if buffer.order == "fifo" and buffer.window != 1:
@@ -193,13 +193,13 @@ def check_config(config: Config) -> None:
             f"{buffer.max_staleness}: make the window smaller or the bound larger"
         )
     if algorithm.advantage == "grpo" and buffer.group_size < 2:
-        raise ConfigError("[algorithm] advantage = \"grpo\" compares within a group: [buffer] group_size must be ≥ 2")
+        raise ConfigError('[algorithm] advantage = "grpo" compares within a group: [buffer] group_size must be ≥ 2')
     if algorithm.ratio_low > algorithm.ratio_high:
         raise ConfigError("[algorithm] ratio_low is above ratio_high")
     if algorithm.surrogate == "ppo" and algorithm.treatment != "clip":
         raise ConfigError(
-            f"[algorithm] surrogate = \"ppo\" is itself a function of the ratio, so treatment = "
-            f"\"{algorithm.treatment}\" would count it twice or not at all: set treatment = \"clip\""
+            f'[algorithm] surrogate = "ppo" is itself a function of the ratio, so treatment = '
+            f'"{algorithm.treatment}" would count it twice or not at all: set treatment = "clip"'
         )
     if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
         raise ConfigError(

@@ -28,9 +28,7 @@ Finish = Literal["stop", "length", "abort"]
 Status = Literal["ok", "env_failed", "aborted"]
 
 # Only plain numeric dtypes may cross the wire: anything else (object, void) could execute or alias memory.
-EXTRA_DTYPES = frozenset(
-    {"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"}
-)
+EXTRA_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"})
 BYTES_PER_TOKEN = 4 + 4 + 1
 MAX_EXTRA_DIMENSIONS = 8  # far below numpy's own limit, at which a view cannot be made
 

@@ -185,9 +185,7 @@ class StoreService:
         entry = self._files.get(pull.policy)
         data = self._files.read(pull.policy, pull.offset, pull.count) if entry else None
         if entry is None or data is None:
-            self._send(
-                peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)")
-            )
+            self._send(peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)"))
         else:
             self._send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
 

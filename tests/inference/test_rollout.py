@@ -97,7 +97,9 @@ def test_a_finite_split_is_gone_through_again_and_scored_as_the_instance_that_wa
     books = book(Few(DigitSortConfig(digits=DIGITS)))
     (request,) = books.open(lease(1, samples=(0,), instance=11))
     assert TOKENIZER.decode(request.prompt) == TASK.instance("train", 3).prompt
-    assert books.sampled(completion((1, 0))) == ToScore((1, 0), "train", 3, "12345")
+    assert books.sampled(completion((1, 0))) == ToScore(
+        (1, 0), "train", 11, "12345"
+    )  # scoring goes through it again too
 
 
 # --- completions and scores ------------------------------------------------------------------------------------------
