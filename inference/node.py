@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.fingerprint import fingerprint
+from async_rl.run.dial import dial_services
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.tasks.registry import load_task
@@ -247,26 +248,16 @@ def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
 
 
 def body(context: PoolContext) -> None:
-    config, directory = context.config, context.directory
+    config = context.config
     path = model_path(config)
     task = load_task(config.task)
     engine = make_engine(config, path)
     log.info("engine: %s", engine.describe())
     scratch = Path(tempfile.mkdtemp(prefix="async-rl-node-"))
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-
-    def dial(endpoint: str, peer: str, box: queue.SimpleQueue[object] | None) -> Client:
-        link = Client(
-            endpoint, run=directory.run_id, token=directory.token, role="node", name=context.name, peer=peer,
-            heartbeat_s=config.buffer.heartbeat, inbox=box,
-        )  # fmt: skip
-        link.connect(config.run.connect_timeout)
-        return link
-
     scorer = Scorer(config.task, config.inference.score_timeout, inbox)
     try:
-        buffer = dial(directory.endpoint, "buffer", inbox)
-        store = dial(directory.store_endpoint, "store", None)
+        buffer, store = dial_services(context, "node", inbox)
         ready = NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path))
         puller = PolicyPuller(store, scratch, inbox)
         book = RolloutBook(task, load_tokenizer(path), context.name, engine.capabilities.name)

@@ -13,6 +13,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint
 from async_rl.run.curve import draw_learning_curve
+from async_rl.run.dial import dial_services
 from async_rl.run.metrics import MetricsWriter, read_metrics
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
@@ -308,17 +309,7 @@ def body(context: PoolContext) -> None:
     if context.resume:
         state = resume(directory.checkpoints, backend)
     metrics = MetricsWriter(directory.metrics_path, keep_before_step=state.version if context.resume else None)
-
-    def dial(endpoint: str, peer: str) -> Client:
-        link = Client(
-            endpoint, run=directory.run_id, token=directory.token, role="trainer", name=context.name, peer=peer,
-            heartbeat_s=config.buffer.heartbeat,
-        )  # fmt: skip
-        link.connect(config.run.connect_timeout)
-        return link
-
-    buffer = dial(directory.endpoint, "buffer")
-    store = dial(directory.store_endpoint, "store")
+    buffer, store = dial_services(context, "trainer")
     try:
         buffer.send(TrainerReady(fingerprint(config, path), state.progress))
         run_learner(Learner(context, backend, state, buffer, store, metrics))
