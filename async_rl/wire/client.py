@@ -16,6 +16,7 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 
@@ -74,7 +75,7 @@ class Client:
         peer: str,
         heartbeat_s: float = 1.0,
         window_bytes: int = 8 << 20,
-        inbox: queue.SimpleQueue[Received | LinkError] | None = None,
+        inbox: queue.SimpleQueue[Any] | None = None,
         lost_after_s: float = 30.0,
     ) -> None:
         check_endpoint(endpoint)
