@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ surrogate = "ppo"
 """
 
 
+GRACE_S = 20.0
+
+
 class Shell:
     """Starts `async-rl` commands in a directory of their own and ends what is left of them."""
 
@@ -80,7 +84,14 @@ class Shell:
         return process.returncode, output
 
     def close(self) -> None:
-        for process in self._started:
+        """Ctrl-C first, so that sockets and files are taken away; what does not heed it is killed."""
+        running = [process for process in self._started if process.poll() is None]
+        for process in running:
+            interrupt(process)
+        deadline = time.monotonic() + GRACE_S
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
