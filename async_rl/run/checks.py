@@ -59,7 +59,10 @@ def dry_run_table(config: Config, model: str) -> Table:
     tickets = config.run.steps * buffer.groups_per_step
     treatment: str = algorithm.treatment
     if treatment != "uncorrected":
-        treatment = f"{algorithm.ratio_level}-level {treatment} at {algorithm.ratio_high:g}"
+        bounds = f"at {algorithm.ratio_high:g}"
+        if treatment == "clip":
+            bounds = f"to {algorithm.ratio_low:g} … {algorithm.ratio_high:g}"
+        treatment = f"{algorithm.ratio_level}-level {treatment} {bounds}"
     evaluation = "never"
     if config.run.eval_every:
         evaluation = f"every {config.run.eval_every} versions, {config.run.eval_samples} instances"
