@@ -11,8 +11,11 @@ from inference.engine import Engine
 
 
 def _torch(config: Config, model_path: Path) -> Engine:
+    from transformers.utils.logging import disable_progress_bar
+
     from inference.torch_engine import TorchEngine
 
+    disable_progress_bar()  # a node writes to a log
     inference = config.inference
     return TorchEngine(
         model_path,

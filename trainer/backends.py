@@ -11,8 +11,11 @@ from trainer.backend import Backend
 
 
 def _torch(config: Config, model_path: Path) -> Backend:
+    from transformers.utils.logging import disable_progress_bar
+
     from trainer.torch_backend import TorchBackend
 
+    disable_progress_bar()  # a trainer writes to a log
     return TorchBackend(
         model_path,
         trainer=config.trainer,
