@@ -215,12 +215,16 @@ def check_config(config: Config) -> None:
         )
 
 
-ATTEMPT_OVERHEAD_BYTES = 512  # header, version runs with their digests, node and engine names
+ATTEMPT_OVERHEAD_BYTES = 640  # header, names, reward components, a note of an error
+VERSION_RUN_BYTES = 80  # a version, a digest in hex, a count
 
 
 def group_bytes(config: Config) -> int:
-    """The most that one group's payloads can take; reserved when the group is leased."""
-    return config.buffer.group_size * (config.inference.max_context * BYTES_PER_TOKEN + ATTEMPT_OVERHEAD_BYTES)
+    """The most that one group's payloads can take; reserved when the group is leased. A trajectory young enough to
+    train spans at most max_staleness + 1 versions, and one more may come in while it waits."""
+    runs = config.buffer.max_staleness + 2
+    attempt = config.inference.max_context * BYTES_PER_TOKEN + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
+    return config.buffer.group_size * attempt
 
 
 def batch_bytes(config: Config) -> int:

@@ -45,10 +45,21 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
     }
 
 
-def difference(reference: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Every differing part with both values, as one sentence; empty when they agree."""
+def pacing(config: Config) -> dict[str, str]:
+    """What buffer and trainer must agree on beyond the fingerprint, since both count batches."""
+    run, buffer = config.run, config.buffer
+    return {
+        "run.steps": str(run.steps),
+        "buffer.max_staleness": str(buffer.max_staleness),
+        "buffer.groups_per_step": str(buffer.groups_per_step),
+        "buffer.group_size": str(buffer.group_size),
+    }
+
+
+def difference(reference: Mapping[str, str], other: Mapping[str, str], whose: str = "the trainer") -> str:
+    """Every differing part with both values, as one sentence; empty when they agree. `reference` is `whose`."""
     parts = [
-        f"{part}: the trainer has {reference.get(part, 'nothing')}, it has {other.get(part, 'nothing')}"
+        f"{part}: {whose} has {reference.get(part, 'nothing')}, it has {other.get(part, 'nothing')}"
         for part in dict.fromkeys((*reference, *other))
         if reference.get(part) != other.get(part)
     ]

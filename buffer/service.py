@@ -17,7 +17,7 @@ import msgspec
 
 from async_rl.config import group_bytes
 from async_rl.errors import AsyncRLError
-from async_rl.fingerprint import difference
+from async_rl.fingerprint import difference, pacing
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
 from async_rl.version import PolicyId
@@ -166,6 +166,11 @@ class Service:
             self._stop_everyone(error, error)
             return
         message: TrainerReady = received.message
+        differs = difference(pacing(self._config), message.pacing, "the buffer")
+        if differs:
+            log.error("trainer %s refused: %s", received.peer, differs)
+            self._disconnect(received.peer, f"its config is not the buffer's: {differs}")
+            return
         self._trainer, self._reference = received.peer, message.fingerprint
         log.info("trainer %s is here", received.peer)
         if message.progress is not None:

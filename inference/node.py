@@ -148,7 +148,8 @@ class Node:
                 self._buffer.send(NodeTrouble(policy, error))
                 self._serving.fetch_failed(policy, error)
             case LinkError():
-                raise item
+                if self._over is None:  # after the end a closed link is no news
+                    raise item
             case _:
                 log.warning("unexpected: %r", item)
 
@@ -162,6 +163,8 @@ class Node:
         except Exception as error:
             # A task may fail in any way, and a prompt may not fit: the buffer counts it and tries again.
             log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
+            for sample in lease.samples:
+                self._drop((lease.lease, sample))
             for trajectory in self._book.refused(lease, str(error)):
                 self._collect(trajectory)
 
@@ -185,8 +188,11 @@ class Node:
 
     def _on_cancel(self, lease_id: int) -> None:
         for key in self._book.cancel(lease_id):
-            self._engine.abort(key)
-            self._serving.forget(key)
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self._engine.abort(key)
+        self._serving.forget(key)
 
     def _on_completion(self, completion: Completion) -> None:
         self._sampled_tokens += len(completion.tokens)

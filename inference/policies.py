@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkClosed, LinkError
+from async_rl.wire.link import Client, LinkError
 from async_rl.wire.messages import Announce, Chunk, Pull, Stop
 
 log = logging.getLogger("policies")
@@ -52,6 +52,8 @@ class PolicyPuller:
         self._asked: queue.SimpleQueue[PolicyId] = queue.SimpleQueue()
         self._newest: Announce | None = None
         self._fetched_order = 0
+        self._order_base = 0
+        self._sessions = link.sessions
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="policy-puller", daemon=True)
         self._thread.start()
@@ -67,19 +69,24 @@ class PolicyPuller:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                if self._link.sessions > 1:
-                    # Its announcements count from 1 again, and it has none of the policies in use here.
-                    raise LinkClosed("the policy store was started again while this node ran: start the node again")
                 self._listen(IDLE_S if self._asked.empty() else 0.0)
                 newest = self._newest
                 if newest is not None and newest.order > self._fetched_order:
                     self._fetched_order = newest.order
-                    self._fetch(newest.policy, newest.order)
+                    self._fetch(newest.policy, self._order_base + newest.order)
                 elif not self._asked.empty():
                     self._fetch(self._asked.get(), 0)
         except LinkError as error:
             if not self._closing.is_set():
                 self._inbox.put(error)
+
+    def _notice_a_new_session(self) -> None:
+        """The store has forgotten this node, or was started again and counts its announcements from 1: what it
+        announces from now on is newer than all before."""
+        if self._link.sessions > self._sessions:
+            self._sessions = self._link.sessions
+            self._order_base += self._fetched_order
+            self._fetched_order, self._newest = 0, None
 
     def _listen(self, timeout_s: float) -> None:
         """Take announcements until there is nothing more to read."""
@@ -97,6 +104,7 @@ class PolicyPuller:
         return self._newest is not None and self._newest.order > self._fetched_order
 
     def _note(self, message: object) -> None:
+        self._notice_a_new_session()
         if isinstance(message, Announce) and (self._newest is None or message.order > self._newest.order):
             self._newest = message
         elif isinstance(message, Stop):

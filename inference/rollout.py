@@ -18,6 +18,7 @@ from async_rl.wire.messages import Lease
 from inference.engine import Completion, Request
 
 EMPTY = memoryview(b"")
+NOTE_CHARACTERS = 200  # of an error: a note must fit into what was reserved for an attempt
 
 
 class Open(NamedTuple):
@@ -107,7 +108,9 @@ class RolloutBook:
         elif lease.split == "train":  # its instance could not even be made
             self.closed_training_samples += len(lease.samples)
         return [
-            Trajectory(lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=reason)
+            Trajectory(
+                lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=reason[:NOTE_CHARACTERS]
+            )
             for sample in lease.samples
         ]
 
@@ -135,7 +138,9 @@ class RolloutBook:
 
     def _failed(self, key: tuple[int, int], status: Any, note: str) -> Trajectory:
         self._close(key)
-        return Trajectory(key[0], key[1], status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note)
+        return Trajectory(
+            key[0], key[1], status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note[:NOTE_CHARACTERS]
+        )
 
     def _close(self, key: tuple[int, int]) -> None:
         lease, sample = key

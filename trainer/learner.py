@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import AsyncRLError
-from async_rl.fingerprint import fingerprint
+from async_rl.fingerprint import fingerprint, pacing
 from async_rl.run.curve import draw_learning_curve
 from async_rl.run.dial import dial_services
 from async_rl.run.metrics import MetricsWriter, read_metrics
@@ -311,7 +311,7 @@ def body(context: PoolContext) -> None:
     metrics = MetricsWriter(directory.metrics_path, keep_before_step=state.version if context.resume else None)
     buffer, store = dial_services(context, "trainer")
     try:
-        buffer.send(TrainerReady(fingerprint(config, path), state.progress))
+        buffer.send(TrainerReady(fingerprint(config, path), pacing(config), state.progress))
         run_learner(Learner(context, backend, state, buffer, store, metrics))
     finally:
         store.close()

@@ -28,7 +28,8 @@ def check_installed(pools: Iterable[str] = HOUSE) -> None:
         missing = [name for name in NEEDS[pool] if find_spec(name) is None]
         if missing:
             raise AsyncRLError(
-                f"the {pool} pool needs {', '.join(missing)}, not installed here: pip install 'async-rl[{pool}]'"
+                f"the {pool} pool needs {', '.join(missing)}, not installed here: in the checkout, "
+                f"pip install '.[{pool}]'"
             )
         check_house([pool])
 

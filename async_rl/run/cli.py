@@ -117,7 +117,7 @@ def _pool_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_DIRECTORY,
         help="the run to join (default: %(default)s), made by `async-rl buffer`",
     )
-    parser.add_argument("--name", default="", help="this process's name in the run; unique among its nodes")
+    parser.add_argument("--name", default="", help="this process's name in the run (default: made up for a node)")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def write_curve(records: Sequence[Record], path: Path, title: str, bound: int) -
         from matplotlib.figure import Figure
     except ImportError as error:
         raise AsyncRLError(
-            "no learning curve: matplotlib is not installed (pip install 'async-rl[trainer]')"
+            "no learning curve: matplotlib is not installed (pip install '.[trainer]' in the checkout)"
         ) from error
     # Agg by hand, without pyplot: no global state, and no display is looked for.
     figure = Figure(figsize=(9, 5.6), dpi=150, facecolor="white", layout="constrained")

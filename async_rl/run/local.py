@@ -56,6 +56,7 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
         directory = RunDirectory.open(out)
         with directory.hold():
             directory.reopen_endpoints(config)
+            directory.write_config(config)
     else:
         directory = RunDirectory.create(out, config)
     try:
@@ -83,8 +84,15 @@ def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Seque
     if directory.has_checkpoint() and not resume:
         raise AsyncRLError(f"{directory.path} has checkpoints of a run: add --resume to go on from the newest")
     code = _run_pool(config, out, name or "trainer", "trainer.learner", [*flags, "--resume"] if resume else flags)
-    if code == 0:
+    if code == 0 and directory.summary_path.exists():
         _print_closing(directory, console)
+    elif directory.has_checkpoint():
+        lines = [
+            "to go on from the newest checkpoint, in shells of their own:",
+            f"  async-rl buffer CONFIG --out {directory.path}",
+            f"  async-rl train CONFIG --out {directory.path} --resume",
+        ]
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return code
 
 

@@ -25,7 +25,8 @@ def build_summary(
 ) -> dict[str, Any]:
     """The contents of summary.json from a run's records, the buffer's final status and the run's duration.
 
-    Rates are over the wall-clock of the run, so that both pools compare; `idle_fraction.trainer` is the share of its
+    Rates are over wall-clock time, so that both pools compare: the trainer's over the whole run, rollout's over the
+    buffer's uptime, since nodes count what they sample in one session; `idle_fraction.trainer` is the share of its
     steps that the trainer waited for a batch, `idle_fraction.inference` the nodes' mean share of time without work,
     weighted by slots. `extra` adds keys (`push_bytes` among them) or replaces them. What was never measured is None,
     as is all that only the buffer knows when there is no status.
@@ -58,7 +59,7 @@ def build_summary(
         "eval_ledger": dict(status.eval_ledger) if status else None,
         "outside": dict(status.outside) if status else None,
         "tokens_per_second": {
-            "rollout": _ratio(sum(node.sampled_tokens for node in nodes), wall_seconds) if status else None,
+            "rollout": _ratio(sum(node.sampled_tokens for node in nodes), status.uptime_s) if status else None,
             "train": _ratio(sum(float(step.get("tokens") or 0) for step in steps), wall_seconds),
         },
         "idle_fraction": {"inference": _inference_idle(nodes), "trainer": _trainer_idle(steps)},

@@ -88,7 +88,7 @@ def _dataset(config: GymConfig) -> Any:
     except ModuleNotFoundError as error:
         raise AsyncRLError(
             f'[task] kind = "reasoning_gym" needs a package that is not installed here ({error.name}): '
-            "pip install 'async-rl[tasks]'"
+            "pip install '.[tasks]' in the checkout"
         ) from error
     where = f'[task] of kind "reasoning_gym", name = {config.name!r}'
     if config.name in COMPOUND:

@@ -161,9 +161,11 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class TrainerReady(Message, frozen=True, array_like=True, tag=True):
-    """First message of the trainer; its fingerprint is the reference for every node. `progress` resumes a run."""
+    """First message of the trainer; its fingerprint is the reference for every node, and its `pacing` must be the
+    buffer's. `progress` resumes a run."""
 
     fingerprint: dict[str, str]
+    pacing: dict[str, str]
     progress: Progress | None = None
 
 

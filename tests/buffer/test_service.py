@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from buffer_house import FINGERPRINT, PATIENCE_S, V0, V1, House, answer, confirm, deliver, receive, take_leases
 
+from async_rl.fingerprint import pacing
 from async_rl.trajectory import encode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, LinkRefused
@@ -180,12 +181,20 @@ def test_results_larger_than_what_was_reserved_are_refused(house):
     assert receive(trainer, Status).message.ledger["dropped.refused"] == 1
 
 
+def test_a_trainer_that_counts_otherwise_is_refused_with_both_values(house):
+    made = house()
+    other = made.client("trainer", "trainer")
+    other.send(TrainerReady(FINGERPRINT, pacing(made.config) | {"buffer.max_staleness": "9"}))
+    with pytest.raises(LinkRefused, match=r"buffer\.max_staleness: the buffer has 1, it has 9"):
+        receive(other, Batch)
+
+
 def test_a_second_trainer_is_refused_and_the_run_goes_on(house):
     made = house()
     trainer = made.trainer()
     other = made.client("trainer", "other")
     other.send(Finish("not mine to end"))
-    other.send(TrainerReady(FINGERPRINT))
+    other.send(TrainerReady(FINGERPRINT, pacing(made.config)))
     with pytest.raises(LinkRefused, match="has a trainer already: trainer"):
         receive(other, Batch)
     trainer.send(StatusRequest())

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from async_rl.config import Config, config_from_table
+from async_rl.fingerprint import pacing
 from async_rl.run.process import StopEvent
 from async_rl.trajectory import (
     Segment,
@@ -89,7 +90,7 @@ class House:
 
     def trainer(self) -> Client:
         trainer = self.client("trainer", "trainer")
-        trainer.send(TrainerReady(FINGERPRINT))
+        trainer.send(TrainerReady(FINGERPRINT, pacing(self.config)))
         trainer.send(PolicyPublished(V0))
         trainer.flush(PATIENCE_S)
         return trainer

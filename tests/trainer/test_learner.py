@@ -15,6 +15,7 @@ from buffer_house import FINGERPRINT, RUN, TOKEN, House, deliver
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import Config
+from async_rl.fingerprint import pacing
 from async_rl.policy.adapter import write_adapter
 from async_rl.run.metrics import MetricsWriter, read_metrics, steps_of
 from async_rl.run.process import StopEvent
@@ -92,7 +93,7 @@ class Run:
         self.store = Client(store_endpoint, run=RUN, token=TOKEN, role="trainer", name="trainer", peer="store")
         self._threads[0].start()
         self.store.connect(10.0)
-        self.buffer.send(TrainerReady(FINGERPRINT))
+        self.buffer.send(TrainerReady(FINGERPRINT, pacing(config)))
         metrics = MetricsWriter(self.context.directory.metrics_path)
         context: Any = self.context
         self.learner = Learner(context, self.backend, State(), self.buffer, self.store, metrics)

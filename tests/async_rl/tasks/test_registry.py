@@ -37,7 +37,7 @@ def test_a_task_of_ones_own_is_named_by_its_import_path():
 
 def test_a_missing_optional_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # what Python does for a package that is not there
-    with pytest.raises(AsyncRLError, match=r"pip install 'async-rl\[tasks\]'"):
+    with pytest.raises(AsyncRLError, match=r"pip install '\.\[tasks\]'"):
         load_task({"kind": "reasoning_gym", "name": "gcd"})
 
 
