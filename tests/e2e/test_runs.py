@@ -79,7 +79,7 @@ def test_pools_started_by_hand_over_tcp_outlive_a_node_that_is_killed_when_anoth
     endpoints = [
         "--set", f"buffer.endpoint=tcp://127.0.0.1:{free_port()}",
         "--set", f"buffer.store_endpoint=tcp://127.0.0.1:{free_port()}",
-        "--set", "run.steps=200",
+        "--set", "run.steps=300",
     ]  # fmt: skip
     common = [str(shell.config), "--out", str(run), *endpoints]
     buffer = shell.start("buffer", *common)
@@ -102,7 +102,7 @@ def test_pools_started_by_hand_over_tcp_outlive_a_node_that_is_killed_when_anoth
         outputs[name], _ = process.communicate(timeout=120)
         assert process.returncode == 0, (name, outputs[name])
     assert "node first is gone" in outputs["buffer"]
-    check_finished(run, steps=200, bound=4)
+    check_finished(run, steps=300, bound=4)
     # It served what was current when it joined, which was not version 0.
     serving = [line for line in outputs["second"].splitlines() if "serving policy" in line]
     assert serving
