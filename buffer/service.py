@@ -18,6 +18,7 @@ import msgspec
 from async_rl.config import group_bytes
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import difference, pacing
+from async_rl.run.dial import listen
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
 from async_rl.version import PolicyId
@@ -370,14 +371,7 @@ class Service:
 
 
 def body(context: PoolContext) -> None:
-    directory = context.directory
-    server = Server(
-        directory.endpoint,
-        run=directory.run_id,
-        token=directory.token,
-        name=context.name,
-        heartbeat_s=context.config.buffer.heartbeat,
-    )
+    server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
     try:
         Service(context, server).serve()

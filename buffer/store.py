@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from async_rl.run.dial import listen
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, Received, Server
@@ -207,13 +208,7 @@ class StoreService:
 
 def body(context: PoolContext) -> None:
     directory = context.directory
-    server = Server(
-        directory.store_endpoint,
-        run=directory.run_id,
-        token=directory.token,
-        name=context.name,
-        heartbeat_s=context.config.buffer.heartbeat,
-    )
+    server = listen(context, directory.store_endpoint)
     log.info("policy store listens at %s", server.endpoint)
     files = PolicyFiles(directory.adapters / "store", directory.run_id, context.config.buffer.max_staleness)
     try:

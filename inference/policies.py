@@ -70,10 +70,10 @@ class PolicyPuller:
         try:
             while not self._closing.is_set():
                 self._listen(IDLE_S if self._asked.empty() else 0.0)
-                newest = self._newest
-                if newest is not None and newest.order > self._fetched_order:
-                    self._fetched_order = newest.order
-                    self._fetch(newest.policy, self._order_base + newest.order)
+                news = self._news()
+                if news is not None:
+                    self._fetched_order = news.order
+                    self._fetch(news.policy, self._order_base + news.order)
                 elif not self._asked.empty():
                     self._fetch(self._asked.get(), 0)
         except LinkError as error:
@@ -94,14 +94,16 @@ class PolicyPuller:
         while not self._closing.is_set():
             received = self._link.poll()
             if received is None:
-                if self._newest_is_news() or time.monotonic() >= deadline:
+                if self._news() is not None or time.monotonic() >= deadline:
                     return
                 time.sleep(0.002)
             else:
                 self._note(received.message)
 
-    def _newest_is_news(self) -> bool:
-        return self._newest is not None and self._newest.order > self._fetched_order
+    def _news(self) -> Announce | None:
+        """The newest announcement, unless it was fetched already."""
+        newest = self._newest
+        return newest if newest is not None and newest.order > self._fetched_order else None
 
     def _note(self, message: object) -> None:
         self._notice_a_new_session()

@@ -57,7 +57,6 @@ class State(msgspec.Struct):
     """What a checkpoint keeps beside the backend's own files."""
 
     version: int = 0
-    optimiser_steps: int = 0
     digest: str = ""
     elapsed_s: float = 0.0
     progress: Progress | None = None
@@ -108,7 +107,7 @@ class Learner:
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
                 result = self._backend.step(batch.samples, rate)
                 trained_at = time.monotonic()
-                self._confirm(drawn.message, batch, result)
+                self._confirm(drawn.message, batch)
                 published = self._publish()
                 self._checkpoint_if_due()
                 self._evaluate_if_due()
@@ -134,14 +133,13 @@ class Learner:
             waiting = self._receive(Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
             raise LinkTimeout(f"{error}; the buffer says: {waiting}") from error
 
-    def _confirm(self, drawn: Batch, batch: TrainingBatch, result: StepResult) -> None:
+    def _confirm(self, drawn: Batch, batch: TrainingBatch) -> None:
         """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is. Not
         interruptible: weights that have moved belong to the next version, and so does the buffer's progress."""
         self._buffer.send(Confirm(drawn.batch, batch.dispositions))
         confirmed: Confirmed = self._receive(Confirmed, REPLY_TIMEOUT_S, f"the closing of batch {drawn.batch}").message
         self._state.progress = confirmed.progress
         self._state.version += 1
-        self._state.optimiser_steps += not result.skipped
 
     def _publish(self) -> Published:
         path = self._directory.adapters / "outgoing.safetensors"
@@ -253,11 +251,7 @@ class Learner:
     def finish(self, reason: str, error: str = "") -> Final | None:
         """Tell the services that the run is over; the buffer's last word on the ledger. None when it has none to
         give any more: that must not cost a finished run its results."""
-        try:
-            self._store.send(Finish(reason, error))
-            self._store.flush(REPLY_TIMEOUT_S)
-        except LinkError as lost:
-            log.warning("the policy store could not be told of the end: %s", lost)
+        self._tell(self._store, Finish(reason, error), REPLY_TIMEOUT_S)
         try:
             self._buffer.send(Finish(reason, error))
             final: Final = self._receive(Final, REPLY_TIMEOUT_S, "the buffer's closing account").message
@@ -268,13 +262,17 @@ class Learner:
 
     def fail(self, error: Exception) -> None:
         """Best effort: let the others end with the cause instead of waiting for a trainer that is gone."""
+        finish = Finish("the trainer failed", f"trainer: {error}")
+        self._tell(self._buffer, finish, SLICE_S)
+        self._tell(self._store, finish, SLICE_S)
+
+    def _tell(self, service: Client, finish: Finish, timeout_s: float) -> None:
+        """A service that cannot be reached any more must not keep the other one from hearing it."""
         try:
-            self._store.send(Finish("the trainer failed", str(error)))
-            self._buffer.send(Finish("the trainer failed", f"trainer: {error}"))
-            self._store.flush(SLICE_S)
-            self._buffer.flush(SLICE_S)
-        except LinkError:
-            log.warning("the services could not be told")
+            service.send(finish)
+            service.flush(timeout_s)
+        except LinkError as lost:
+            log.warning("a service could not be told of the end: %s", lost)
 
     def write_results(self, final: Final | None) -> None:
         """adapters/final, summary.json and the learning curve."""

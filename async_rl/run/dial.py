@@ -1,12 +1,23 @@
-"""How a pool reaches the two services of its run."""
+"""How a pool reaches the two services of its run, and how they listen."""
 
 from __future__ import annotations
 
 import queue
 
 from async_rl.run.process import PoolContext
-from async_rl.wire.link import Client
+from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import Role
+
+
+def listen(context: PoolContext, endpoint: str) -> Server:
+    """A service's socket. Raises LinkError when the endpoint is taken, AsyncRLError when it is not allowed."""
+    return Server(
+        endpoint,
+        run=context.directory.run_id,
+        token=context.directory.token,
+        name=context.name,
+        heartbeat_s=context.config.buffer.heartbeat,
+    )
 
 
 def dial_services(
