@@ -114,6 +114,8 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     eval_share: Fraction = 0.5
     score_timeout: PositiveFloat = 10.0
     """Seconds that scoring one completion may take."""
+    max_tokens_per_second: Annotated[float, Meta(ge=0)] = 0.0
+    """A node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -152,6 +154,9 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     kind: Literal["local"] = "local"
     grace: PositiveFloat = 10.0
     """Seconds between asking a pool to end and ending it."""
+    pin: bool = False
+    """Give the inference nodes the first half of this machine's cores, and the trainer and the services the others, so
+    that the pools do not take turns on the same ones: for measurements. Linux only."""
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -59,6 +59,13 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     problem: str = ""
 
 
+class ResultsArrived(Event, frozen=True, tag=True, array_like=True):
+    """Several results of one node, as if each had come alone, except that what follows from them (lending, leasing) is
+    decided once, after the last: one message of a node is one event."""
+
+    results: tuple[ResultArrived, ...]
+
+
 class PolicyRegistered(Event, frozen=True, tag=True, array_like=True):
     policy: PolicyId
 
@@ -96,8 +103,8 @@ class RunFinished(Event, frozen=True, tag=True, array_like=True):
 
 
 AnyEvent = (
-    NodeJoined | NodeAttested | NodeWanted | NodeLost | ResultArrived | PolicyRegistered | DrawRequested
-    | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
+    NodeJoined | NodeAttested | NodeWanted | NodeLost | ResultArrived | ResultsArrived | PolicyRegistered
+    | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
 )  # fmt: skip
 
 

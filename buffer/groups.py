@@ -31,19 +31,25 @@ Verdict = Literal["incomplete", "ready", "zero_variance", "short_group"]
 
 
 class Held(NamedTuple):
-    """A good attempt, held here: `oldest` is the version of its oldest sampled token."""
+    """A good attempt, held here: `oldest` is the version of its oldest sampled token; `arrived` the batches confirmed
+    when it came, `since` the time."""
 
     lease: int
     reward: float
     oldest: int
     payload: bytes
+    arrived: int
+    since: float
 
 
 class Group:
-    __slots__ = ("failed", "good", "instance", "missing", "out", "ready", "reserved", "retries", "ticket", "try_")
+    __slots__ = (
+        "failed", "good", "instance", "leased_at", "missing", "out", "ready", "reserved", "retries", "ticket", "try_",
+    )  # fmt: skip
 
-    def __init__(self, ticket: int, try_: int, instance: int, group_size: int) -> None:
+    def __init__(self, ticket: int, try_: int, instance: int, group_size: int, leased_at: float) -> None:
         self.ticket = ticket
+        self.leased_at = leased_at  # the first time
         self.try_ = try_
         self.instance = instance
         self.missing = set(range(group_size))
@@ -95,12 +101,12 @@ class Groups:
             return True
         return self.credit.admits(not self.order.batch_ready and ticket == self.order.oldest_unsettled())
 
-    def lease_lowest(self) -> tuple[Group, list[int]]:
+    def lease_lowest(self, now: float) -> tuple[Group, list[int]]:
         """Take the queue's lowest ticket; all its missing samples, in order, are the caller's to lease."""
         ticket = self.queue.take()
         group = self.by_ticket.get(ticket)
         if group is None:
-            group = self._make(ticket, 0)
+            group = self._make(ticket, 0, now)
         if not group.reserved:
             self.credit.reserve()
             group.reserved = True
@@ -109,8 +115,8 @@ class Groups:
         group.out += len(samples)
         return group, samples
 
-    def _make(self, ticket: int, try_: int) -> Group:
-        group = Group(ticket, try_, train_instance(self._rules.run_seed, ticket, try_), self._rules.group_size)
+    def _make(self, ticket: int, try_: int, now: float) -> Group:
+        group = Group(ticket, try_, train_instance(self._rules.run_seed, ticket, try_), self._rules.group_size, now)
         self.by_ticket[ticket] = group
         self.order.made(ticket)
         return group
@@ -241,16 +247,20 @@ class Groups:
         """Unspent tickets that were made, with their try, in order."""
         return {ticket: self.by_ticket[ticket].try_ for ticket in sorted(self.by_ticket)}
 
-    def resume(self, progress: Progress) -> None:
+    def resume(self, progress: Progress, now: float) -> None:
         """Take up a checkpoint's tickets and totals; what was open is sampled anew."""
         self.ledger.resume(progress.ledger)
         self.queue.next_ticket = progress.next_ticket
         for ticket in sorted(progress.open_tickets):
-            self._make(ticket, progress.open_tickets[ticket])
+            self._make(ticket, progress.open_tickets[ticket], now)
             self.queue.reopen(ticket)
         self.order.resume_at(progress.next_ticket)
 
 
-def batch_group(group: Group) -> BatchGroup:
-    """How a lent group is named to the trainer."""
-    return BatchGroup(group.ticket, group.try_, group.instance, len(group.good))
+def batch_group(group: Group, now: float) -> BatchGroup:
+    """How a group that is lent at `now` is named to the trainer."""
+    good = [group.good[sample] for sample in sorted(group.good)]
+    return BatchGroup(
+        group.ticket, group.try_, group.instance, len(good), tuple(held.arrived for held in good),
+        tuple(now - held.since for held in good), now - group.leased_at,
+    )  # fmt: skip

@@ -32,6 +32,7 @@ class Observed:
         self._newest: PolicyId | None = None
         self._pushes: dict[PolicyId, Push] = {}
         self._push_ms: list[float] = []
+        self._push_count = 0
 
     def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
         self._newest = policy
@@ -45,6 +46,7 @@ class Observed:
         if push is not None and node in push.awaited:
             push.awaited.discard(node)
             self._push_ms.append((now - push.since) * 1e3)
+            self._push_count += 1
             del self._push_ms[:-KEPT_PUSHES]
 
     def status(self, replay: Replay, nodes: Mapping[str, NodeReady], trainer: str, now: float) -> Status:
@@ -68,6 +70,7 @@ class Observed:
             waiting=replay.waiting(now) if trainer else "the buffer waits for a trainer to join",
             push_ms=tuple(self._push_ms),
             bound=self._config.buffer.max_staleness,
+            pushes=self._push_count,
         )
 
     def _node(self, name: str, ready: NodeReady, view: NodeView | None) -> NodeStatus:
@@ -81,4 +84,7 @@ class Observed:
             leased_samples=view.leased_samples if view else 0,
             busy_fraction=wants.busy_s / wants.alive_s if wants and wants.alive_s else 0.0,
             sampled_tokens=wants.sampled_tokens if wants else 0,
+            busy_s=wants.busy_s if wants else 0.0,
+            alive_s=wants.alive_s if wants else 0.0,
+            decode_steps=wants.decode_steps if wants else 0,
         )

@@ -43,6 +43,7 @@ from buffer.events import (
     PolicyRegistered,
     ResultArrived,
     ResultRefused,
+    ResultsArrived,
     Resumed,
     RunFinished,
     Ticked,
@@ -142,7 +143,7 @@ class Replay:
             if not self.evaluations.idle:
                 self._finish_evaluation(now, effects)
                 self._lease_evaluation(now, effects)
-            self._lend(effects)
+            self._lend(now, effects)
             self._lease_training(now, effects)
         return effects
 
@@ -153,9 +154,11 @@ class Replay:
             effects.append(EndRun(error))
 
     def _after_end(self, event: AnyEvent, effects: list[Effect]) -> None:
-        if isinstance(event, ResultArrived):
-            self._outside["late"] += 1
-            effects.append(ResultRefused(event.node, event.lease, event.sample, "the run has ended"))
+        results = event.results if isinstance(event, ResultsArrived) else (event,)
+        for result in results:
+            if isinstance(result, ResultArrived):
+                self._outside["late"] += 1
+                effects.append(ResultRefused(result.node, result.lease, result.sample, "the run has ended"))
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -213,9 +216,13 @@ class Replay:
         if lease.ticket == EVAL_TICKET:
             self._close_evaluated(event, lease, node, refusal)
         else:
-            self._close_trained(event, lease, refusal)
+            self._close_trained(event, lease, refusal, now)
 
-    def _close_trained(self, event: ResultArrived, lease: OpenLease, refusal: Refusal | None) -> None:
+    def _results_arrived(self, event: ResultsArrived, now: float, effects: list[Effect]) -> None:
+        for result in event.results:
+            self._result_arrived(result, now, effects)
+
+    def _close_trained(self, event: ResultArrived, lease: OpenLease, refusal: Refusal | None, now: float) -> None:
         groups, ticket, attempt = self.groups, lease.ticket, (lease.lease, event.sample)
         if refusal is not None:
             groups.fail(ticket, *attempt, "refused", f"{refusal.reason} (from {event.node})")
@@ -228,7 +235,8 @@ class Replay:
             if is_stale(self.confirmed_batches, oldest, self.rules.max_staleness):
                 groups.give_back(ticket, *attempt, "stale")  # saves work, as the sweep does
             else:
-                groups.accept(ticket, event.sample, Held(lease.lease, event.reward, oldest, event.payload))
+                held = Held(lease.lease, event.reward, oldest, event.payload, self.confirmed_batches, now)
+                groups.accept(ticket, event.sample, held)
 
     def _close_evaluated(self, event: ResultArrived, lease: OpenLease, node: Node, refusal: Refusal | None) -> None:
         if refusal is not None:
@@ -278,7 +286,7 @@ class Replay:
             if not self.groups.has_credit(ticket):
                 return
             node = nodes.first_waiting(version)
-            group, samples = self.groups.lease_lowest()
+            group, samples = self.groups.lease_lowest(now)
             lease = self.leases.grant(node.name, ticket, group.instance, samples, version, now)
             for sample in samples:
                 self.groups.ledger.issue((lease.lease, sample))
@@ -341,7 +349,7 @@ class Replay:
         else:
             self.draw_pending = True
 
-    def _lend(self, effects: list[Effect]) -> None:
+    def _lend(self, now: float, effects: list[Effect]) -> None:
         """Serve a remembered draw: the batch lent already, unchanged, else the next one when it is complete."""
         if not self.draw_pending:
             return
@@ -350,7 +358,7 @@ class Replay:
         if self.lent is not None:
             self.draw_pending = False
             payloads = tuple(group.good[sample].payload for group in self.lent for sample in sorted(group.good))
-            lent = tuple(map(batch_group, self.lent))
+            lent = tuple(batch_group(group, now) for group in self.lent)
             effects.append(LendBatch(self.confirmed_batches, self.confirmed_batches, lent, payloads))
 
     def _batch_confirmed(self, event: BatchConfirmed, now: float, effects: list[Effect]) -> None:
@@ -388,7 +396,7 @@ class Replay:
                 effects,
             )
         else:
-            self.groups.resume(progress)
+            self.groups.resume(progress, now)
             self.evaluations.ledger.resume(progress.eval_ledger)
             self.confirmed_batches = progress.confirmed_batches
             self.leases.next_lease = progress.next_lease
@@ -411,6 +419,7 @@ class Replay:
         NodeWanted: _node_wanted,
         NodeLost: _node_lost,
         ResultArrived: _result_arrived,
+        ResultsArrived: _results_arrived,
         PolicyRegistered: _policy_registered,
         DrawRequested: _draw_requested,
         BatchConfirmed: _batch_confirmed,

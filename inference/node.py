@@ -77,6 +77,9 @@ class Node:
         self._reported = 0.0
         self._busy_s = 0.0
         self._sampled_tokens = 0
+        self._decode_steps = 0
+        self._seconds_per_token = 1 / config.max_tokens_per_second if config.max_tokens_per_second else 0.0
+        self._next_step = 0.0
         self._outbox: list[Trajectory] = []
         self._ready = ready
         self._sessions = 0
@@ -89,7 +92,7 @@ class Node:
         self._sessions = self._buffer.sessions
         self._introduce()
         while self._over is None and not self._stopping.is_set():
-            self._read_inbox(0.0 if self._can_step else IDLE_S)
+            self._read_inbox(self._patience)
             if self._buffer.sessions > self._sessions:
                 self._sessions = self._buffer.sessions
                 self._introduce("the buffer has forgotten this node")
@@ -108,12 +111,22 @@ class Node:
     def _can_step(self) -> bool:
         return self._engine.active > 0 and self._engine.serving is not None
 
+    @property
+    def _patience(self) -> float:
+        """How long there is nothing to do but wait for the inbox."""
+        return min(IDLE_S, max(0.0, self._next_step - time.monotonic())) if self._can_step else IDLE_S
+
     def _step(self) -> list[Completion]:
-        if not self._can_step:
-            return []
         started = time.monotonic()
+        if not self._can_step or started < self._next_step:
+            return []
+        rows = self._engine.active
         completions = self._engine.step()
-        self._busy_s += time.monotonic() - started
+        # With a cap on tokens per second the node is busy, as the slower machine that it stands for would be, until
+        # its next step may begin.
+        self._next_step = max(started - IDLE_S, self._next_step) + rows * self._seconds_per_token
+        self._busy_s += max(time.monotonic(), self._next_step) - started
+        self._decode_steps += 1
         return completions
 
     def _read_inbox(self, timeout_s: float) -> None:
@@ -226,7 +239,8 @@ class Node:
         wanted = self._book.closed_training_samples + self._samples_ahead
         if wanted > self._wanted or now - self._reported > REPORT_S:
             self._wanted, self._reported = max(wanted, self._wanted), now
-            self._buffer.send(NodeWants(self._wanted, self._busy_s, now - self._started, self._sampled_tokens))
+            alive_s = now - self._started
+            self._buffer.send(NodeWants(self._wanted, self._busy_s, alive_s, self._sampled_tokens, self._decode_steps))
 
     def _report_flip(self, flipped: Flipped) -> None:
         policy, matched = flipped.installed.policy, len(flipped.installed.matched_modules)

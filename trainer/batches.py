@@ -27,7 +27,7 @@ from async_rl.trajectory import (
 )
 from async_rl.version import is_stale, oldest_version, token_versions
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Batch, Disposition, Outcome, unpack_payloads
+from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome, unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES
 from trainer.backend import Sample
 
@@ -36,7 +36,8 @@ log = logging.getLogger("learner")
 
 class TrainingBatch(NamedTuple):
     """What one optimiser step learns from. `ages` are int32 staleness values of all trained tokens; `rewards` float64
-    of the attempts that train; `nodes` says how many of them each node sampled; `dispositions` cover every attempt."""
+    of the attempts that train; `nodes` says how many of them each node sampled; `dispositions` cover every attempt, and
+    so do `groups` and `trajectories`, as they were lent for `for_version`."""
 
     samples: list[Sample]
     dispositions: tuple[Disposition, ...]
@@ -44,6 +45,9 @@ class TrainingBatch(NamedTuple):
     ages: npt.NDArray[np.int32]
     tokens: int
     nodes: dict[str, int]
+    for_version: int
+    groups: tuple[BatchGroup, ...]
+    trajectories: Sequence[Trajectory]
 
 
 def prepare(received: Received, max_staleness: int, vocabulary_size: int, advantage: str) -> TrainingBatch:
@@ -71,7 +75,10 @@ def prepare(received: Received, max_staleness: int, vocabulary_size: int, advant
     ages = batch.for_version - np.concatenate(versions) if versions else np.zeros(0, np.int32)
     tokens = sum(len(sample.tokens) for sample in samples)
     nodes = dict(Counter(trajectory.node for _, trajectory in kept))
-    return TrainingBatch(samples, tuple(dispositions), rewards, ages.astype(np.int32), tokens, nodes)
+    return TrainingBatch(
+        samples, tuple(dispositions), rewards, ages.astype(np.int32), tokens, nodes, batch.for_version, batch.groups,
+        trajectories,
+    )  # fmt: skip
 
 
 def _trajectories(received: Received) -> list[Trajectory]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint, pacing
@@ -41,12 +40,14 @@ from trainer.backends import make_backend
 from trainer.batches import TrainingBatch, prepare
 from trainer.checkpoint import find_latest, write_checkpoint
 from trainer.publish import Published, Publisher
+from trainer.records import batch_record, pools_record, sample_records, samples_due
 from trainer.schedule import learning_rate_at
 
 log = logging.getLogger("learner")
 
 REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
 SLICE_S = 0.5  # how often a long wait looks whether the trainer is to stop
+STATUS_EVERY_S = 1.0  # how often the state of the pools is asked for, to be recorded
 
 
 class Interrupted(AsyncRLError):
@@ -71,6 +72,7 @@ class Learner:
         buffer: Client,
         store: Client,
         metrics: MetricsWriter,
+        samples: MetricsWriter,
     ) -> None:
         self._config = context.config
         self._directory = context.directory
@@ -81,6 +83,9 @@ class Learner:
         self._publisher = Publisher(buffer, store)
         self._store = store
         self._metrics = metrics
+        self._samples = samples
+        self._status_asked = 0.0
+        self._pushes_seen = 0
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
         self._evaluating: list[PolicyId] = []
@@ -109,12 +114,15 @@ class Learner:
                 trained_at = time.monotonic()
                 self._confirm(drawn.message, batch)
                 published = self._publish()
+                published_at = time.monotonic()
                 self._checkpoint_if_due()
                 self._evaluate_if_due()
+                ended = time.monotonic()
                 seconds = {
                     "draw_wait_s": drawn_at - started,
                     "train_s": trained_at - drawn_at,
-                    "step_s": time.monotonic() - started,
+                    "cycle_s": published_at - drawn_at,
+                    "step_s": ended - started,
                 }
                 self._record(batch, result, published, seconds)
             self._await_evaluations()
@@ -191,6 +199,7 @@ class Learner:
                 raise Interrupted(f"stopped at version {self._state.version}")
             if self._buffer.sessions > 1:
                 raise AsyncRLError("the buffer was started again and remembers nothing of this: go on with --resume")
+            self._ask_status_if_due()
             left = max(0.0, deadline - time.monotonic())
             try:
                 received = self._buffer.receive(min(SLICE_S, left), awaiting)
@@ -203,6 +212,8 @@ class Learner:
                 raise AsyncRLError(message.error or f"the buffer ended the run: {message.reason}")
             if isinstance(message, EvalResult):
                 self._on_eval_result(message)
+            if isinstance(message, Status):
+                self._on_status(message)
             if isinstance(message, kind):
                 return received
 
@@ -221,28 +232,34 @@ class Learner:
     def _record(
         self, batch: TrainingBatch, result: StepResult, published: Published, seconds: dict[str, float]
     ) -> None:
-        ages = batch.ages
-        oldest = int(ages.max(initial=0))
+        step = self._state.version - 1
         self._metrics.write(
             {
-                "step": self._state.version - 1,
+                "step": step,
                 "version": self._state.version,
                 "time_s": self._time_s(),
-                "reward": float(batch.rewards.mean()) if len(batch.rewards) else None,
-                "staleness_max": oldest,
-                "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-                "staleness_tokens": np.bincount(ages, minlength=oldest + 1).tolist(),
-                "trained": len(batch.rewards),
-                "dropped": len(batch.dispositions) - len(batch.rewards),
-                "nodes": batch.nodes,
+                **batch_record(batch),
                 "skipped": result.skipped,
-                "batch_tokens": batch.tokens,
                 "train_tokens_per_s": batch.tokens / seconds["train_s"],
                 "upload_ms": published.upload_ms,
                 **seconds,
                 **result.metrics,
             }
         )
+        if samples_due(step, self._config.run.steps):
+            for record in sample_records(batch, step):
+                self._samples.write(record)
+
+    def _ask_status_if_due(self) -> None:
+        """What the pools are doing is recorded here, where the metrics are: nodes may be on any machine."""
+        now = time.monotonic()
+        if now - self._status_asked >= STATUS_EVERY_S:
+            self._status_asked = now
+            self._buffer.send(StatusRequest())
+
+    def _on_status(self, status: Status) -> None:
+        self._metrics.write({"time_s": self._time_s(), "pools": pools_record(status, self._pushes_seen)})
+        self._pushes_seen = status.pushes
 
     def _time_s(self) -> float:
         """Seconds of this run, those before a resume included."""
@@ -258,6 +275,7 @@ class Learner:
         except AsyncRLError as lost:
             log.warning("no closing account from the buffer: %s", lost)
             return None
+        self._on_status(final.status)
         return final
 
     def fail(self, error: Exception) -> None:
@@ -306,11 +324,13 @@ def body(context: PoolContext) -> None:
     state = State()
     if context.resume:
         state = resume(directory.checkpoints, backend)
-    metrics = MetricsWriter(directory.metrics_path, keep_before_step=state.version if context.resume else None)
+    keep = state.version if context.resume else None
+    metrics = MetricsWriter(directory.metrics_path, keep_before_step=keep)
+    samples = MetricsWriter(directory.samples_path, keep_before_step=keep)
     buffer, store = dial_services(context, "trainer")
     try:
         buffer.send(TrainerReady(fingerprint(config, path), pacing(config), state.progress))
-        run_learner(Learner(context, backend, state, buffer, store, metrics))
+        run_learner(Learner(context, backend, state, buffer, store, metrics, samples))
     finally:
         store.close()
         buffer.close()

@@ -3,7 +3,7 @@
 config.toml    as resolved; runs as it is
 run.json       run id and endpoints
 token          0600: who can read it may join
-metrics.jsonl  summary.json  learning_curve.png  logs/  adapters/  checkpoints/
+metrics.jsonl  samples.jsonl  summary.json  learning_curve.png  logs/  adapters/  checkpoints/
 """
 
 from __future__ import annotations
@@ -155,6 +155,11 @@ class RunDirectory:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        """Some trajectories, to look at: a JSON object a line (trainer.records.sample_records)."""
+        return self.path / "samples.jsonl"
 
     @property
     def summary_path(self) -> Path:

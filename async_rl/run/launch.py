@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -35,13 +35,14 @@ class LaunchError(AsyncRLError):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to be: `python -P -m module arguments…`. When all those that `ends_run` (the first to exit, where
-    none does) have exited with 0, the others have the grace to do the same."""
+    """A process to be: `python -P -m module arguments…`, on `cpus` alone if there are any named. When all those that
+    `ends_run` (the first to exit, where none does) have exited with 0, the others have the grace to do the same."""
 
     name: str
     module: str
     arguments: tuple[str, ...] = ()
     ends_run: bool = False
+    cpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,18 @@ def plan_run(nodes: int, config_path: Path, directory: RunDirectory, *flags: str
         plan_pool("trainer", "trainer.learner", config_path, directory, *flags, ends_run=True),
         *(plan_pool(f"node-{index}", "inference.node", config_path, directory, *flags) for index in range(nodes)),
     ]
+
+
+def pinned(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """The same processes, with the inference nodes on the first half of the cores and all others on the second.
+    Raises LaunchError where that cannot be done."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchError("[launch] pin = true needs Linux: no other system lets a process choose its cores")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise LaunchError("[launch] pin = true needs two cores or more, and this process may use one")
+    first, second = tuple(cores[: len(cores) // 2]), tuple(cores[len(cores) // 2 :])
+    return [replace(spec, cpus=first if spec.module == "inference.node" else second) for spec in specs]
 
 
 def plan_services(config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
@@ -213,8 +226,7 @@ class Pools:
                 stderr=subprocess.STDOUT if output else None,
                 env=child_environment(),
                 start_new_session=True,
-                # Before exec, so that not even a process that is still importing outlives a killed launcher.
-                preexec_fn=lambda: die_with_parent(parent),
+                preexec_fn=lambda: _before_exec(parent, spec.cpus),
             )
         finally:
             if output:
@@ -269,6 +281,13 @@ class Pools:
             self.end_all()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+
+def _before_exec(parent: int, cpus: Sequence[int]) -> None:
+    """In the child: so that not even a process that is still importing outlives a killed launcher."""
+    die_with_parent(parent)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def last_line(log: Path) -> str:

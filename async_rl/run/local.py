@@ -18,7 +18,7 @@ from async_rl.run.checks import check_installed, check_model, check_task, is_mad
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
-from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, plan_pool, plan_run, plan_services
+from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, pinned, plan_pool, plan_run, plan_services
 from async_rl.run.model_cache import model_path
 from async_rl.run.view import RunView
 
@@ -36,6 +36,8 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
             all_flags = [*flags, "--resume"] if resume else list(flags)
             console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
             specs = plan_run(config.inference.nodes, path, directory, *all_flags)
+            if config.launch.pin:
+                specs = pinned(specs)
             with Pools(specs, directory.logs, config.launch.grace) as pools:
                 outcome = _watch(pools, directory, config, console)
     finally:

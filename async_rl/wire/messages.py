@@ -109,12 +109,14 @@ class NodeTrouble(Message, frozen=True, array_like=True, tag=True):
 
 class NodeWants(Message, frozen=True, array_like=True, tag=True):
     """How many samples this node has asked for since it joined, in total: a cumulative count cannot race with the
-    grants under way. The rest is what the display shows, and is replaced by every later message."""
+    grants under way. The rest are running totals for people, replaced by every later message: seconds in which it had
+    work and since it began, tokens sampled, decode steps taken (tokens over steps: how full the batch was)."""
 
     total_samples: int
     busy_s: float = 0.0
     alive_s: float = 0.0
     sampled_tokens: int = 0
+    decode_steps: int = 0
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
@@ -182,12 +184,18 @@ class Draw(Message, frozen=True, array_like=True, tag=True):
 
 
 class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group of a batch: its ticket, and how many of the trajectories that follow are its own."""
+    """A group of a batch: its ticket, and how many of the trajectories that follow are its own. For each of these, in
+    order: how many batches were confirmed when it arrived here (the trainer's version then: what it aged before that
+    it aged in flight, the rest in the queue), and for how many seconds it lay here until it was lent. `leased_s` is how
+    long ago, at lending, the first lease of the ticket was granted."""
 
     ticket: int
     try_: int
     instance: int
     size: int
+    arrived: tuple[int, ...] = ()
+    held_s: tuple[float, ...] = ()
+    leased_s: float = 0.0
 
 
 class Batch(Message, frozen=True, array_like=True, tag=True):
@@ -261,11 +269,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     leased_samples: int
     busy_fraction: float
     sampled_tokens: int
+    busy_s: float = 0.0
+    alive_s: float = 0.0
+    decode_steps: int = 0
 
 
 class Status(Message, frozen=True, tag=True):
     """The buffer's view of the run. Times are seconds on the buffer's monotonic clock; push latencies run from the
-    trainer's PolicyPublished to the node's NodeServing of that policy."""
+    trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
@@ -282,6 +293,7 @@ class Status(Message, frozen=True, tag=True):
     waiting: str
     push_ms: tuple[float, ...]
     bound: int
+    pushes: int = 0
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):

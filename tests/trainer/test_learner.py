@@ -65,8 +65,8 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path, self.adapters, self.checkpoints = path, path / "adapters", path / "checkpoints"
-        self.metrics_path, self.summary_path, self.curve_path = (
-            path / name for name in ("metrics.jsonl", "summary.json", "curve.png")
+        self.metrics_path, self.samples_path, self.summary_path, self.curve_path = (
+            path / name for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "curve.png")
         )
         self.adapters.mkdir()
 
@@ -87,17 +87,17 @@ class Run:
         self._store_server = Server(store_endpoint, run=RUN, token=TOKEN, name="store")
         files = PolicyFiles(path / "store", RUN, 1)
         self._store = StoreService(self.house, self._store_server, files)
-        self._threads = [threading.Thread(target=self._store.serve)]
+        self._threads = [threading.Thread(target=self._store.serve, daemon=True)]
         self.backend = Counting()
         self.buffer = self.house.client("trainer", "trainer")
         self.store = Client(store_endpoint, run=RUN, token=TOKEN, role="trainer", name="trainer", peer="store")
         self._threads[0].start()
         self.store.connect(10.0)
         self.buffer.send(TrainerReady(FINGERPRINT, pacing(config)))
-        metrics = MetricsWriter(self.context.directory.metrics_path)
         context: Any = self.context
-        self.learner = Learner(context, self.backend, State(), self.buffer, self.store, metrics)
-        node = threading.Thread(target=self._work)
+        writers = [MetricsWriter(path) for path in (context.directory.metrics_path, context.directory.samples_path)]
+        self.learner = Learner(context, self.backend, State(), self.buffer, self.store, *writers)
+        node = threading.Thread(target=self._work, daemon=True)
         self._threads.append(node)
         node.start()
 
@@ -142,6 +142,20 @@ def test_a_learner_that_is_told_to_stop_during_a_step_checkpoints_the_version_it
     assert found.version == state.version == state.progress.confirmed_batches == 1
     assert state.progress.ledger["trained"] == 4
     assert [record["step"] for record in steps_of(read_metrics(run.context.directory.metrics_path))] == [0]
+
+
+def test_a_learner_records_the_pools_and_some_trajectories_beside_its_steps(run):
+    run_learner(run.learner)
+    records = read_metrics(run.context.directory.metrics_path)
+    pools = [record["pools"] for record in records if "pools" in record]
+    assert pools[-1]["ledger"]["trained"] == 8
+    assert [node["name"] for node in pools[-1]["nodes"]] == ["node"]
+    first = steps_of(records)[0]
+    assert (first["in_flight_ages"], first["in_queue_ages"]) == ([4], [4])
+    assert first["rollout_s"] > 0
+    assert first["train_s"] <= first["cycle_s"] <= first["step_s"]
+    samples = read_metrics(run.context.directory.samples_path)
+    assert {sample["step"] for sample in samples} == set(range(STEPS))
 
 
 def test_a_learner_that_is_done_leaves_a_summary_whose_ledger_balances(run):

@@ -1,0 +1,234 @@
+"""What every benchmark shares: arms measured in turn, medians with their spread, ratios within a round, one table, one
+file, one comparison.
+
+Figures of one machine do not carry over to another, and on a shared one they move by the minute. So each cell measures
+its baseline in the same run, every round runs all arms once in a rotated order, and an arm is judged by the median of
+its within-round ratios to the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.errors import AsyncRLError
+
+Measures = dict[str, float]
+"""One measurement by metric key."""
+
+LIBRARIES = ("torch", "transformers", "pyzmq", "msgspec", "numpy")
+
+
+class Metric(NamedTuple):
+    """A key of Measures as the table shows it, with `digits` significant digits. The first of a benchmark's metrics is
+    the one that ratios are taken of."""
+
+    key: str
+    label: str
+    better: Literal["higher", "lower"]
+    digits: int = 3
+
+
+class Arm(NamedTuple):
+    name: str
+    measure: Callable[[], Measures]
+
+
+class Cell(NamedTuple):
+    """Arms under equal conditions; `baseline` names the one that the others are compared with."""
+
+    name: str
+    arms: Sequence[Arm]
+    baseline: str
+
+
+def run_bench(
+    name: str,
+    cells: Sequence[Cell],
+    metrics: Sequence[Metric],
+    rounds: int,
+    settings: Mapping[str, Any],
+    console: Console,
+) -> dict[str, Any]:
+    """Measure everything; returns the document that `finish_bench` prints and writes. Errors of an arm end it."""
+    results: list[dict[str, Any]] = []
+    for cell in cells:
+        if cell.baseline not in {arm.name for arm in cell.arms}:
+            raise ValueError(f"cell {cell.name!r}: its baseline {cell.baseline!r} is none of its arms")
+        values: dict[str, dict[str, list[float]]] = {arm.name: {} for arm in cell.arms}
+        for index in range(rounds):
+            turn = index % len(cell.arms)
+            for arm in (*cell.arms[turn:], *cell.arms[:turn]):
+                console.print(f"{cell.name}: round {index + 1} of {rounds}, {arm.name}", style="dim", highlight=False)
+                for key, value in arm.measure().items():
+                    values[arm.name].setdefault(key, []).append(float(value))
+        results.append({"cell": cell.name, "baseline": cell.baseline, "arms": values})
+    return {
+        "bench": name,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "settings": {"rounds": rounds, **settings},
+        "metrics": [metric._asdict() for metric in metrics],
+        "cells": results,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    libraries = {}
+    for library in LIBRARIES:
+        try:
+            libraries[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "system": platform.platform(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "libraries": libraries,
+    }
+
+
+def ratios(cell: Mapping[str, Any], arm: str, metric: Mapping[str, Any]) -> list[float]:
+    """Of an arm to its cell's baseline, round by round, so that above 1 is better."""
+    of, base = cell["arms"][arm][metric["key"]], cell["arms"][cell["baseline"]][metric["key"]]
+    pairs = [(a, b) if metric["better"] == "higher" else (b, a) for a, b in zip(of, base, strict=True)]
+    return [a / b if b else float("inf") for a, b in pairs]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def bench_parser(module: str, about: str, rounds: int) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(prog=f"async-rl bench {module}", description=about)
+    parser.add_argument("--rounds", type=_positive, default=rounds, help="how often each arm is measured (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to FILE")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show an earlier run's file beside this one")
+    parser.set_defaults(bench=module)
+    parser.add_argument("--quick", action="store_true", help="few, short measurements: whether it works, not how fast")
+    return parser
+
+
+def finish_bench(document: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:
+    """Print the table, write --json, print the comparison. Raises AsyncRLError for a file that cannot be used."""
+    console.print(bench_table(document))
+    if options.json is not None:
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise AsyncRLError(f"--json {options.json}: cannot be written: {error.strerror}") from error
+        console.print(f"written: {options.json}", highlight=False, soft_wrap=True)
+    if options.compare is not None:
+        console.print(comparison_table(_read(options.compare, options.bench), document))
+
+
+def bench_main(main: Callable[[argparse.Namespace, Console], None], parser: argparse.ArgumentParser) -> None:
+    """Run a benchmark's `main` as a process: one message for an error, 130 for Ctrl-C."""
+    options = parser.parse_args()
+    try:
+        if options.compare is not None:
+            _read(options.compare, options.bench)  # before anything is measured
+        main(options, Console())
+    except AsyncRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def bench_table(document: Mapping[str, Any]) -> Table:
+    """Medians with their spread over the rounds; `ratio` is the median of the within-round ratios of the first metric
+    to the cell's baseline, above 1 meaning better."""
+    metrics = document["metrics"]
+    table = Table(title=f"{document['bench']}: medians of {document['settings']['rounds']} rounds (lowest to highest)")
+    table.add_column("arm")
+    for metric in metrics:
+        table.add_column(metric["label"], justify="right")
+    table.add_column("ratio", justify="right")
+    for cell in document["cells"]:
+        table.add_section()
+        table.add_row(f"[bold]{cell['cell']}")
+        for arm, values in cell["arms"].items():
+            row = [_spread(values.get(metric["key"]), metric["digits"]) for metric in metrics]
+            base = arm == cell["baseline"]
+            table.add_row(f"  {arm}", *row, "baseline" if base else _spread(ratios(cell, arm, metrics[0]), 3))
+    return table
+
+
+def comparison_table(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
+    """Ratios to the baseline, then and now: what a change of machine does not move. Cells and arms of both."""
+    metric = new["metrics"][0]
+    table = Table(title=f"{new['bench']}: ratio to the baseline ({metric['label']}), {old['made']} and now")
+    for column in ("arm", "then", "now", "now / then"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    before = {cell["cell"]: cell for cell in old["cells"]}
+    for cell in new["cells"]:
+        earlier = before.get(cell["cell"])
+        if earlier is None or earlier["baseline"] != cell["baseline"]:
+            continue
+        table.add_section()
+        table.add_row(f"[bold]{cell['cell']}")
+        for arm in cell["arms"]:
+            if arm != cell["baseline"] and arm in earlier["arms"]:
+                then, now = median(ratios(earlier, arm, metric)), median(ratios(cell, arm, metric))
+                table.add_row(f"  {arm}", f"{then:.3g}", f"{now:.3g}", f"{now / then:.2f}")
+    return table
+
+
+def _read(path: Path, bench: str) -> dict[str, Any]:
+    try:
+        old: dict[str, Any] = json.loads(path.read_text())
+        if old["bench"] != bench:
+            raise AsyncRLError(f"--compare {path}: it is of bench {old['bench']!r}, not {bench!r}")
+        bench_table(old)
+    except OSError as error:
+        raise AsyncRLError(f"--compare {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise AsyncRLError(f"--compare {path}: it is not a file of `async-rl bench … --json`: {error!r}") from error
+    return old
+
+
+def _spread(values: Sequence[float] | None, digits: int) -> str:
+    if not values:
+        return "–"
+    low, high = min(values), max(values)
+    middle = _significant(median(values), digits)
+    return middle if len(values) == 1 else f"{middle} ({_significant(low, digits)}–{_significant(high, digits)})"
+
+
+def _significant(value: float, digits: int) -> str:
+    """`digits` significant digits, thousands separated, never in powers of ten."""
+    if value and abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,84 @@
+"""What metrics.jsonl and samples.jsonl say about a batch is what the batch was."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory, pack_segments
+from async_rl.version import VersionRun
+from async_rl.wire.link import Received
+from async_rl.wire.messages import Batch, BatchGroup
+from trainer.batches import TrainingBatch, prepare
+from trainer.records import LENGTH_QUANTILES, batch_record, sample_records, samples_due
+
+FOR_VERSION = 5
+
+
+def trajectory(lease: int, sample: int, *runs: tuple[int, int]) -> Trajectory:
+    """A prompt of two tokens, then `runs` of (version, count)."""
+    new = sum(count for _, count in runs)
+    headers, arrays = pack_segments(
+        [
+            Segment(
+                np.arange(2 + new, dtype=np.int32),
+                np.where(np.arange(2 + new) < 2, 0.0, -0.5).astype(np.float32),
+                (np.arange(2 + new) < 2).astype(np.uint8),
+                tuple(VersionRun(version, f"{version:064x}", count) for version, count in runs),
+                "stop",
+            )
+        ]
+    )
+    return Trajectory(lease, sample, "ok", float(sample), headers, arrays, timings=Timings(1.0, 2.0, 0.5 * sample))
+
+
+def batch(groups: tuple[BatchGroup, ...], *trajectories: Trajectory) -> TrainingBatch:
+    payloads = tuple(msgspec.Raw(encode_trajectory(one)) for one in trajectories)
+    return prepare(Received("buffer", Batch(3, FOR_VERSION, groups, payloads), []), 4, 100, "grpo")
+
+
+def two_groups() -> TrainingBatch:
+    groups = (
+        BatchGroup(0, 0, 7, 2, arrived=(3, 4), held_s=(2.0, 1.0), leased_s=6.0),
+        BatchGroup(1, 0, 8, 2, arrived=(5, 5), held_s=(0.25, 0.5), leased_s=4.0),
+    )
+    return batch(
+        groups,
+        trajectory(1, 0, (2, 1), (3, 1)), trajectory(1, 1, (4, 3)), trajectory(2, 0, (5, 4)), trajectory(2, 1, (4, 1)),
+    )  # fmt: skip
+
+
+def test_an_attempts_age_is_split_where_it_arrived() -> None:
+    record = batch_record(two_groups())
+    assert record["in_flight_ages"] == [2, 2]  # 3-2, 4-4, 5-5, 5-4
+    assert record["in_queue_ages"] == [2, 1, 1]  # 5-3, 5-4, 0, 0
+
+
+def test_a_batchs_rollout_lasts_from_its_first_lease_to_its_last_arrival() -> None:
+    record = batch_record(two_groups())
+    assert record["rollout_s"] == 6.0 - 0.25
+    assert (record["queued_s"], record["sampling_s"], record["scoring_s"]) == (1.0, 2.0, 0.25)
+    assert record["held_s"] == np.mean([2.0, 1.0, 0.25, 0.5])
+
+
+def test_lengths_are_kept_as_quantiles_of_sampled_tokens() -> None:
+    quantiles = batch_record(two_groups())["length_quantiles"]
+    assert len(quantiles) == LENGTH_QUANTILES + 1
+    assert (quantiles[0], quantiles[-1]) == (1, 4)
+    assert quantiles == sorted(quantiles)
+
+
+def test_a_kept_trajectory_names_the_version_of_every_sampled_token() -> None:
+    first, second = sample_records(two_groups(), step=9)
+    assert (first["step"], first["ticket"], second["ticket"]) == (9, 0, 1)
+    assert first["segments"][0]["versions"] == [None, None, 2, 3]
+    assert second["segments"][0]["tokens"] == [0, 1, 2, 3, 4, 5]
+    assert second["segments"][0]["logprobs"] == [0.0, 0.0, -0.5, -0.5, -0.5, -0.5]
+
+
+def test_the_first_and_the_last_step_are_always_kept() -> None:
+    for steps in (1, 7, 20, 33, 200):
+        due = [step for step in range(steps) if samples_due(step, steps)]
+        assert due[0] == 0
+        assert due[-1] == steps - 1
+        assert len(due) <= 40

@@ -1,0 +1,140 @@
+"""What a step leaves in metrics.jsonl and samples.jsonl, from the batch it learned from and the buffer's status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl.run.metrics import Record
+from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
+from async_rl.version import oldest_version, token_versions
+from async_rl.wire.messages import BatchGroup, Status
+from trainer.batches import TrainingBatch
+
+LENGTH_QUANTILES = 32  # the lengths of a step's answers are kept as this many quantiles and the smallest
+SAMPLED_GROUPS = 4  # per step whose trajectories are kept to look at
+SAMPLED_STEPS = 20  # such steps in a run, evenly spread
+SAMPLE_TOKENS = 2048  # of a kept trajectory's segment
+
+
+def batch_record(batch: TrainingBatch) -> Record:
+    """Rewards, ages and journeys of the attempts of a batch."""
+    ages = batch.ages
+    oldest = int(ages.max(initial=0))
+    return {
+        "reward": float(batch.rewards.mean()) if len(batch.rewards) else None,
+        "staleness_max": oldest,
+        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness_tokens": np.bincount(ages, minlength=oldest + 1).tolist(),
+        "trained": len(batch.rewards),
+        "dropped": len(batch.dispositions) - len(batch.rewards),
+        "nodes": batch.nodes,
+        "batch_tokens": batch.tokens,
+        **_journey(batch.for_version, batch.groups, batch.trajectories),
+    }
+
+
+def _journey(for_version: int, groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> Record:
+    """How the attempts of a batch spent their time and their age until they were lent.
+
+    Means in seconds over attempts: `queued_s` for a slot, `sampling_s`, `scoring_s` on the node, `held_s` in the
+    buffer; `rollout_s` from the batch's first lease to its last accepted result. `in_flight_ages` and `in_queue_ages`
+    count attempts by the versions that passed between their oldest token and their arrival at the buffer, and between
+    arrival and the draw: the two add up to an attempt's staleness."""
+    arrived = [version for group in groups for version in group.arrived]
+    held = [seconds for group in groups for seconds in group.held_s]
+    if not trajectories or len(arrived) != len(trajectories):
+        return {}  # an older buffer, which does not say
+    oldest = [oldest_version(trajectory.versions) if trajectory.versions else None for trajectory in trajectories]
+    flight = [version - old for version, old in zip(arrived, oldest, strict=True) if old is not None]
+    queue = [for_version - version for version, old in zip(arrived, oldest, strict=True) if old is not None]
+    lengths = [sum(run.count for run in trajectory.versions) for trajectory in trajectories]
+    timings = [trajectory.timings for trajectory in trajectories]
+    return {
+        "queued_s": float(np.mean([timing.queued_s for timing in timings])),
+        "sampling_s": float(np.mean([timing.sampling_s for timing in timings])),
+        "scoring_s": float(np.mean([timing.scoring_s for timing in timings])),
+        "held_s": float(np.mean(held)),
+        "rollout_s": max(group.leased_s for group in groups) - min(held),
+        "in_flight_ages": np.bincount(np.maximum(flight, 0)).tolist(),
+        "in_queue_ages": np.bincount(np.maximum(queue, 0)).tolist(),
+        "length_quantiles": np.quantile(
+            lengths, np.linspace(0, 1, LENGTH_QUANTILES + 1), method="nearest"
+        ).tolist(),
+    }  # fmt: skip
+
+
+def sample_records(batch: TrainingBatch, step: int) -> list[Record]:
+    """The first trajectory of some groups, whole, for people to look at: token ids, mask, version runs."""
+    records: list[Record] = []
+    first = 0
+    for group in batch.groups[:SAMPLED_GROUPS]:
+        trajectory = batch.trajectories[first]
+        first += group.size
+        records.append(
+            {
+                "step": step,
+                "ticket": group.ticket,
+                "lease": trajectory.lease,
+                "sample": trajectory.sample,
+                "node": trajectory.node,
+                "reward": trajectory.reward,
+                "components": trajectory.components,
+                "segments": [
+                    _segment_record(header.versions, header.finish, arrays)
+                    for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True)
+                ],
+            }
+        )
+    return records
+
+
+def _segment_record(runs: Any, finish: str, arrays: Any) -> Record:
+    """`versions` has one entry per token: null where the model did not sample it."""
+    sampled = arrays.mask == MaskReason.SAMPLED
+    versions = np.full(len(arrays.tokens), -1, dtype=np.int64)
+    versions[sampled] = token_versions(runs)
+    return {
+        "finish": finish,
+        "tokens": arrays.tokens[:SAMPLE_TOKENS].tolist(),
+        "versions": [None if version < 0 else int(version) for version in versions[:SAMPLE_TOKENS]],
+        "logprobs": [round(float(value), 4) for value in arrays.logprobs[:SAMPLE_TOKENS]],
+        "omitted": max(0, len(arrays.tokens) - SAMPLE_TOKENS),
+    }
+
+
+def samples_due(step: int, steps: int) -> bool:
+    """Whether a step's trajectories are kept: the first, the last, and those evenly between."""
+    every = max(1, steps // SAMPLED_STEPS)
+    return step % every == 0 or step == steps - 1
+
+
+def pools_record(status: Status, pushes_before: int) -> Record:
+    """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since `pushes_before`."""
+    new = max(0, status.pushes - pushes_before)
+    return {
+        "uptime_s": round(status.uptime_s, 3),
+        "confirmed": status.confirmed_batches,
+        "ready_groups": status.ready_groups,
+        "ready_bytes": status.ready_bytes,
+        "reserved_bytes": status.reserved_bytes,
+        "waiting": status.waiting,
+        "ledger": status.ledger,
+        "push_ms": [round(value, 2) for value in (status.push_ms[-new:] if new else ())],
+        "nodes": [
+            {
+                "name": node.name,
+                "state": node.state,
+                "slots": node.slots,
+                "version": node.policy.version if node.policy else None,
+                "leased": node.leased_samples,
+                "busy_s": round(node.busy_s, 3),
+                "alive_s": round(node.alive_s, 3),
+                "sampled_tokens": node.sampled_tokens,
+                "decode_steps": node.decode_steps,
+            }
+            for node in status.nodes
+        ],
+    }
