@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.table import Table
 
 from async_rl.errors import AsyncRLError
@@ -28,6 +29,7 @@ from async_rl.errors import AsyncRLError
 Measures = dict[str, float]
 """One measurement by metric key."""
 
+PLAIN_WIDTH = 160  # columns where there is no terminal that says how wide it is
 LIBRARIES = ("torch", "transformers", "pyzmq", "msgspec", "numpy")
 
 
@@ -126,7 +128,7 @@ def bench_parser(module: str, about: str, rounds: int) -> argparse.ArgumentParse
 
 def finish_bench(document: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:
     """Print the table, write --json, print the comparison. Raises AsyncRLError for a file that cannot be used."""
-    console.print(bench_table(document))
+    console.print(bench_tables(document))
     if options.json is not None:
         try:
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ def finish_bench(document: Mapping[str, Any], options: argparse.Namespace, conso
             raise AsyncRLError(f"--json {options.json}: cannot be written: {error.strerror}") from error
         console.print(f"written: {options.json}", highlight=False, soft_wrap=True)
     if options.compare is not None:
-        console.print(comparison_table(_read(options.compare, options.bench), document))
+        console.print(comparison_tables(_read(options.compare, options.bench), document))
 
 
 def bench_main(main: Callable[[argparse.Namespace, Console], None], parser: argparse.ArgumentParser) -> None:
@@ -144,7 +146,7 @@ def bench_main(main: Callable[[argparse.Namespace, Console], None], parser: argp
     try:
         if options.compare is not None:
             _read(options.compare, options.bench)  # before anything is measured
-        main(options, Console())
+        main(options, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
     except AsyncRLError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -153,43 +155,50 @@ def bench_main(main: Callable[[argparse.Namespace, Console], None], parser: argp
         sys.exit(130)
 
 
-def bench_table(document: Mapping[str, Any]) -> Table:
-    """Medians with their spread over the rounds; `ratio` is the median of the within-round ratios of the first metric
-    to the cell's baseline, above 1 meaning better."""
-    metrics = document["metrics"]
-    table = Table(title=f"{document['bench']}: medians of {document['settings']['rounds']} rounds (lowest to highest)")
-    table.add_column("arm")
+def bench_tables(document: Mapping[str, Any]) -> Group:
+    """A table for each cell: medians with their spread over the rounds; `ratio` is the median of the within-round
+    ratios of the first metric to the cell's baseline, above 1 meaning better."""
+    return Group(*(_cell_table(cell, document) for cell in document["cells"]))
+
+
+def _cell_table(cell: Mapping[str, Any], document: Mapping[str, Any]) -> Table:
+    metrics, rounds = document["metrics"], document["settings"]["rounds"]
+    table = _table(f"{document['bench']}: {cell['cell']} (medians of {rounds}, lowest–highest)")
+    table.add_column("arm", no_wrap=True)
+    table.add_column("ratio", justify="right", no_wrap=True)
     for metric in metrics:
-        table.add_column(metric["label"], justify="right")
-    table.add_column("ratio", justify="right")
-    for cell in document["cells"]:
-        table.add_section()
-        table.add_row(f"[bold]{cell['cell']}")
-        for arm, values in cell["arms"].items():
-            row = [_spread(values.get(metric["key"]), metric["digits"]) for metric in metrics]
-            base = arm == cell["baseline"]
-            table.add_row(f"  {arm}", *row, "baseline" if base else _spread(ratios(cell, arm, metrics[0]), 3))
+        table.add_column(metric["label"], justify="right", no_wrap=True)
+    for arm, values in cell["arms"].items():
+        row = [_spread(values.get(metric["key"]), metric["digits"]) for metric in metrics]
+        base = arm == cell["baseline"]
+        table.add_row(arm, "baseline" if base else _spread(ratios(cell, arm, metrics[0]), 3), *row)
     return table
 
 
-def comparison_table(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
+def comparison_tables(old: Mapping[str, Any], new: Mapping[str, Any]) -> Group:
     """Ratios to the baseline, then and now: what a change of machine does not move. Cells and arms of both."""
     metric = new["metrics"][0]
-    table = Table(title=f"{new['bench']}: ratio to the baseline ({metric['label']}), {old['made']} and now")
-    for column in ("arm", "then", "now", "now / then"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
     before = {cell["cell"]: cell for cell in old["cells"]}
+    tables = []
     for cell in new["cells"]:
         earlier = before.get(cell["cell"])
         if earlier is None or earlier["baseline"] != cell["baseline"]:
             continue
-        table.add_section()
-        table.add_row(f"[bold]{cell['cell']}")
+        table = _table(f"{cell['cell']}: ratio to {cell['baseline']!r} ({metric['label']}), {old['made']} and now")
+        for column in ("arm", "then", "now", "now / then"):
+            table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
         for arm in cell["arms"]:
             if arm != cell["baseline"] and arm in earlier["arms"]:
                 then, now = median(ratios(earlier, arm, metric)), median(ratios(cell, arm, metric))
-                table.add_row(f"  {arm}", f"{then:.3g}", f"{now:.3g}", f"{now / then:.2f}")
-    return table
+                table.add_row(arm, f"{then:.3g}", f"{now:.3g}", f"{now / then:.2f}")
+        tables.append(table)
+    if not tables:
+        return Group("nothing to compare: no cell with the same baseline is in both")
+    return Group(*tables)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
 
 
 def _read(path: Path, bench: str) -> dict[str, Any]:
@@ -197,7 +206,7 @@ def _read(path: Path, bench: str) -> dict[str, Any]:
         old: dict[str, Any] = json.loads(path.read_text())
         if old["bench"] != bench:
             raise AsyncRLError(f"--compare {path}: it is of bench {old['bench']!r}, not {bench!r}")
-        bench_table(old)
+        bench_tables(old)
     except OSError as error:
         raise AsyncRLError(f"--compare {path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

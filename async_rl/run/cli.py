@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -26,13 +27,37 @@ from async_rl.run.view import STATUS_TIMEOUT, fetch_status, status_client
 
 DEFAULT_DIRECTORY = RUNS / LATEST
 
+BENCH_HELP = (
+    "Measure a part against its baseline, in one run: async-rl bench NAME --help shows its options. transport: the "
+    "link against raw ZeroMQ; push: adapters to nodes; rollout: the engine against generate; pipeline: the whole loop "
+    "against lock-step; rules: the buffer's cost per trajectory."
+)
+
 EPILOG = """\
 examples:
   async-rl run quickstart                                    a tiny model learns on this machine
   async-rl run quickstart --set run.steps=40 --set run.seed=1
   async-rl run my.toml --dry-run                             check everything, start nothing
   async-rl status                                            how the newest run here is doing
+  async-rl report                                            its page of plots
+  async-rl bench rollout                                     the engine against transformers' generate
 """
+
+BENCHES = {
+    "transport": ("buffer.bench_transport", "buffer"),
+    "rules": ("buffer.bench_rules", "buffer"),
+    "push": ("inference.bench_push", "inference"),
+    "rollout": ("inference.bench_rollout", "inference"),
+    "pipeline": ("async_rl.run.bench_pipeline", ""),
+}
+"""By name: the module that is the benchmark, and the pool whose dependencies it needs."""
+
+MODULES = {
+    "export": ("trainer.export", "trainer"),
+    "simulate": ("buffer.forecast", "buffer"),
+    "plan": ("buffer.plan", "buffer"),
+}
+"""Commands with options of their own, which need a pool's dependencies: this process becomes that module."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in given
     console = Console()
     try:
-        if given[:1] == ["export"]:
-            return _export(given[1:])
+        if given[:1] == ["bench"] and given[1:2] and given[1] in BENCHES:
+            _become(*BENCHES[given[1]], given[2:])
+        if given[:1] and given[0] in MODULES:
+            _become(*MODULES[given[0]], given[1:])
         options = _parser().parse_args(given)
         return int(options.command(options, console))
     except AsyncRLError as error:
@@ -86,6 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--debug", action="store_true", help="show a traceback on error")
     status.set_defaults(command=_status)
 
+    report = commands.add_parser("report", help="write DIR/report.html, one page with plots, now")
+    report.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR")
+    report.add_argument("--debug", action="store_true", help="show a traceback on error")
+    report.set_defaults(command=_report)
+
+    bench = commands.add_parser("bench", help="measure a part against its baseline", description=BENCH_HELP)
+    bench.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
+
+    # For the list alone: `main` hands these over before anything is parsed.
+    commands.add_parser("simulate", help="the real rules under a virtual clock: async-rl simulate CONFIG")
+    commands.add_parser("plan", help="how to split machines, and what it will yield: async-rl plan CONFIG")
     commands.add_parser("export", help="a trained policy as a PEFT folder or a whole model: async-rl export DIR OUT")
     return parser
 
@@ -163,12 +201,21 @@ def _status(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _export(arguments: Sequence[str]) -> int:
-    """The exporter has its own options and needs the trainer's dependencies: this process becomes it."""
-    check_installed(["trainer"])
+def _report(options: argparse.Namespace, console: Console) -> int:
+    from async_rl.run.report import write_report  # TODO top
+
+    path = write_report(RunDirectory.open(options.directory))
+    console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _become(module: str, pool: str, arguments: Sequence[str]) -> NoReturn:
+    """Such a command has its own options, and may need a pool's dependencies: this process becomes it."""
+    if pool:
+        check_installed([pool])
     sys.stdout.flush()
     environment = {key: value for key, value in child_environment().items() if key != "ASYNC_RL_PARENT_DEATH"}
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.export", *arguments], environment)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *arguments], environment)
 
 
 def _config(options: argparse.Namespace) -> Config:
