@@ -50,6 +50,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Seconds that a pool waits for the services to answer before it gives up."""
     draw_timeout: PositiveFloat = 600.0
     """Seconds that the trainer waits for one batch before it gives up, naming what is missing."""
+    prometheus: bool = True
+    """Every process serves its metrics on loopback; DIR/prometheus/*.json says where (file_sd)."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where else the numbers of steps and evaluations go: event files in DIR/tensorboard, Weights & Biases."""
 
 
 class TinyModelConfig(Section, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""What the buffer's service notes for people, and decides nothing by: demand, pushes, trouble; and the Status of it."""
+"""What the buffer's service notes for people, and decides nothing by: demand, pushes, trouble; the Status of it, and
+the reading for Prometheus."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from async_rl.config import Config
+from async_rl.run.exporter import Histogram, Reading, link_reading
 from async_rl.version import PolicyId
+from async_rl.wire.link import Server
 from async_rl.wire.messages import NodeReady, NodeStatus, NodeWants, Status
+from buffer import gauges
 from buffer.nodes import NodeView
 from buffer.replay import Replay
 
@@ -33,6 +37,7 @@ class Observed:
         self._pushes: dict[PolicyId, Push] = {}
         self._push_ms: list[float] = []
         self._push_count = 0
+        self._push_seconds = Histogram()
 
     def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
         self._newest = policy
@@ -46,14 +51,12 @@ class Observed:
         if push is not None and node in push.awaited:
             push.awaited.discard(node)
             self._push_ms.append((now - push.since) * 1e3)
+            self._push_seconds.observe(now - push.since)
             self._push_count += 1
             del self._push_ms[:-KEPT_PUSHES]
 
     def status(self, replay: Replay, nodes: Mapping[str, NodeReady], trainer: str, now: float) -> Status:
         views = replay.nodes_view()
-        outside = replay.outside
-        if self.trouble:
-            outside["trouble"] = self.trouble
         return Status(
             uptime_s=now - self._started,
             nodes=tuple(self._node(name, nodes[name], views.get(name)) for name in sorted(nodes)),
@@ -63,7 +66,7 @@ class Observed:
             steps=self._config.run.steps,
             ledger=replay.ledger,
             eval_ledger=replay.eval_ledger,
-            outside=outside,
+            outside=self._outside(replay),
             ready_groups=replay.ready_groups,
             ready_bytes=replay.ready_bytes,
             reserved_bytes=replay.reserved_bytes,
@@ -72,6 +75,27 @@ class Observed:
             bound=self._config.buffer.max_staleness,
             pushes=self._push_count,
         )
+
+    def reading(self, replay: Replay, nodes: Iterable[str], trainer: str, server: Server) -> Reading:
+        """What /metrics shows of the buffer. O(nodes)."""
+        views = replay.nodes_view()
+        return {
+            **gauges.attempts_reading(replay.ledger, replay.eval_ledger, self._outside(replay)),
+            gauges.READY_GROUPS: replay.ready_groups,
+            gauges.READY_BYTES: replay.ready_bytes,
+            gauges.RESERVED_BYTES: replay.reserved_bytes,
+            gauges.CAPACITY_BYTES: self._config.buffer.capacity_bytes,
+            gauges.NODES: gauges.nodes_by_state(views[name].state if name in views else "joining" for name in nodes),
+            gauges.TRAINERS: int(bool(trainer)),
+            gauges.NEWEST: self._newest.version if self._newest else None,
+            gauges.BOUND: self._config.buffer.max_staleness,
+            gauges.BATCHES: replay.confirmed_batches,
+            gauges.PUSH: self._push_seconds.read(),
+            **link_reading({"buffer": server}),
+        }
+
+    def _outside(self, replay: Replay) -> dict[str, int]:
+        return replay.outside | ({"trouble": self.trouble} if self.trouble else {})
 
     def _node(self, name: str, ready: NodeReady, view: NodeView | None) -> NodeStatus:
         wants = self.wants.get(name)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from async_rl.fingerprint import fingerprint
 from async_rl.run.dial import dial_services
+from async_rl.run.exporter import Reading
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.tasks.registry import load_task
@@ -42,6 +43,7 @@ from async_rl.wire.messages import (
 )
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
+from inference.gauges import NodeGauges
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
@@ -58,7 +60,7 @@ class Node:
 
     def __init__(
         self, context: PoolContext, ready: NodeReady, engine: Engine, book: RolloutBook, buffer: Client,
-        puller: PolicyPuller, scorer: Scorer, inbox: queue.SimpleQueue[object],
+        puller: PolicyPuller, scorer: Scorer, inbox: queue.SimpleQueue[object], gauges: NodeGauges,
     ) -> None:  # fmt: skip
         config = context.config.inference
         self._stopping = context.stopping
@@ -67,6 +69,8 @@ class Node:
         self._buffer = buffer
         self._scorer = scorer
         self._inbox = inbox
+        self._gauges = gauges
+        self._exporter = context.exporter
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start
         )
@@ -99,11 +103,13 @@ class Node:
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
                 self._flipped = flipped
+                self._gauges.flipped(flipped.load_ms / 1e3)
                 self._report_flip(flipped)
             for completion in self._step():
                 self._on_completion(completion)
             self._send_results()
             self._send_wants()
+            self._exporter.offer(time.monotonic(), self._reading)
         if self._over is not None and self._over.error:
             log.info("the run ended: %s", self._over.error)
 
@@ -158,6 +164,7 @@ class Node:
                 self._serving.fetched(item, time.monotonic())
             case PolicyFetchFailed(policy, error):
                 log.warning("policy %s did not come: %s", policy.short(), error)
+                self._gauges.failed()
                 self._buffer.send(NodeTrouble(policy, error))
                 self._serving.fetch_failed(policy, error)
             case LinkError():
@@ -250,8 +257,14 @@ class Node:
     def _report_trouble(self, policy: PolicyId, error: str) -> None:
         if self._engine.serving is None:
             raise EngineError(f"the first policy {policy.short()} cannot be loaded: {error}")
+        self._gauges.failed()
         log.error("policy %s: %s; %s goes on serving", policy.short(), error, self._engine.serving.short())
         self._buffer.send(NodeTrouble(policy, error))
+
+    def _reading(self) -> Reading:
+        return self._gauges.reading(
+            self._engine, self._sampled_tokens, self._decode_steps, self._busy_s, self._scorer.pending
+        )
 
 
 def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
@@ -281,8 +294,9 @@ def body(context: PoolContext) -> None:
         ready = NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path))
         puller = PolicyPuller(store, scratch, inbox)
         book = RolloutBook(task, load_tokenizer(path), context.name, engine.capabilities.name)
+        gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
         try:
-            Node(context, ready, engine, book, buffer, puller, scorer, inbox).work()
+            Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()
         finally:
             puller.close()
             store.close()

@@ -39,9 +39,11 @@ from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
 from trainer.batches import TrainingBatch, prepare
 from trainer.checkpoint import find_latest, write_checkpoint
+from trainer.gauges import TrainerGauges
 from trainer.publish import Published, Publisher
 from trainer.records import batch_record, pools_record, sample_records, samples_due
 from trainer.schedule import learning_rate_at
+from trainer.trackers import Records, RecordWriter, open_trackers
 
 log = logging.getLogger("learner")
 
@@ -71,7 +73,7 @@ class Learner:
         state: State,
         buffer: Client,
         store: Client,
-        metrics: MetricsWriter,
+        metrics: RecordWriter,
         samples: MetricsWriter,
     ) -> None:
         self._config = context.config
@@ -325,15 +327,17 @@ def body(context: PoolContext) -> None:
     if context.resume:
         state = resume(directory.checkpoints, backend)
     keep = state.version if context.resume else None
-    metrics = MetricsWriter(directory.metrics_path, keep_before_step=keep)
-    samples = MetricsWriter(directory.samples_path, keep_before_step=keep)
-    buffer, store = dial_services(context, "trainer")
-    try:
-        buffer.send(TrainerReady(fingerprint(config, path), pacing(config), state.progress))
-        run_learner(Learner(context, backend, state, buffer, store, metrics, samples))
-    finally:
-        store.close()
-        buffer.close()
+    file = MetricsWriter(directory.metrics_path, keep_before_step=keep)
+    with Records(file, open_trackers(context, state.version)) as metrics:
+        samples = MetricsWriter(directory.samples_path, keep_before_step=keep)
+        buffer, store = dial_services(context, "trainer")
+        metrics.listen(TrainerGauges(context.exporter, {"buffer": buffer, "store": store}))
+        try:
+            buffer.send(TrainerReady(fingerprint(config, path), pacing(config), state.progress))
+            run_learner(Learner(context, backend, state, buffer, store, metrics, samples))
+        finally:
+            store.close()
+            buffer.close()
 
 
 def resume(checkpoints: Path, backend: Backend) -> State:

@@ -127,6 +127,7 @@ def pools_record(status: Status, pushes_before: int) -> Record:
             {
                 "name": node.name,
                 "state": node.state,
+                "engine": node.engine,
                 "slots": node.slots,
                 "version": node.policy.version if node.policy else None,
                 "leased": node.leased_samples,

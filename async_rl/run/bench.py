@@ -169,9 +169,9 @@ def _cell_table(cell: Mapping[str, Any], document: Mapping[str, Any]) -> Table:
     for metric in metrics:
         table.add_column(metric["label"], justify="right", no_wrap=True)
     for arm, values in cell["arms"].items():
-        row = [_spread(values.get(metric["key"]), metric["digits"]) for metric in metrics]
+        row = [spread(values.get(metric["key"]), metric["digits"]) for metric in metrics]
         base = arm == cell["baseline"]
-        table.add_row(arm, "baseline" if base else _spread(ratios(cell, arm, metrics[0]), 3), *row)
+        table.add_row(arm, "baseline" if base else spread(ratios(cell, arm, metrics[0]), 3), *row)
     return table
 
 
@@ -214,7 +214,8 @@ def _read(path: Path, bench: str) -> dict[str, Any]:
     return old
 
 
-def _spread(values: Sequence[float] | None, digits: int) -> str:
+def spread(values: Sequence[float] | None, digits: int) -> str:
+    """`median (lowest–highest)` to a number of significant digits; a dash for nothing."""
     if not values:
         return "–"
     low, high = min(values), max(values)

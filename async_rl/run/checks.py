@@ -21,6 +21,9 @@ NEEDS = {
     "trainer": ("torch", "transformers", "safetensors", "peft", "matplotlib"),
 }
 
+# What each of run.trackers imports; their names are those of extras too.
+TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
 
 def check_installed(pools: Iterable[str] = HOUSE) -> None:
     """Raises AsyncRLError when a pool's dependencies are not installed, or when another package hides the pool's."""
@@ -32,6 +35,16 @@ def check_installed(pools: Iterable[str] = HOUSE) -> None:
                 f"pip install '.[{pool}]'"
             )
         check_house([pool])
+
+
+def check_trackers(config: Config) -> None:
+    """Raises AsyncRLError when run.trackers names one whose package is not installed here."""
+    missing = [name for name in dict.fromkeys(config.run.trackers) if find_spec(TRACKERS[name]) is None]
+    if missing:
+        raise AsyncRLError(
+            f"run.trackers needs {', '.join(TRACKERS[name] for name in missing)}, not installed here: in the "
+            f"checkout, pip install '.[{','.join(missing)}]', or leave {', '.join(missing)} out"
+        )
 
 
 def check_task(config: Config) -> None:
@@ -87,6 +100,7 @@ def dry_run_table(config: Config, model: str) -> Table:
         ("bound", f"{buffer.max_staleness} versions; tickets up to {lead(config)} versions ahead of a node's own"),
         ("tickets", f"0 … {tickets - 1:,} ({tickets * buffer.group_size:,} attempts)"),
         ("evaluation", evaluation),
+        ("metrics", ", ".join(["metrics.jsonl", *_listeners(config)])),
     ]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -94,6 +108,15 @@ def dry_run_table(config: Config, model: str) -> Table:
     for label, text in rows:
         table.add_row(label, text.replace("[", r"\["))
     return table
+
+
+def _listeners(config: Config) -> list[str]:
+    """Who hears of the run's numbers besides its own file."""
+    prometheus = []
+    if config.run.prometheus:
+        missing = "" if find_spec("prometheus_client") else ": not from here, pip install prometheus-client"
+        prometheus = [f"Prometheus on loopback (found by DIR/prometheus/*.json){missing}"]
+    return [*prometheus, *dict.fromkeys(config.run.trackers)]
 
 
 def _endpoint(endpoint: str, socket: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -13,17 +12,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 from rich.console import Console
 
 from async_rl.config import Config, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
-from async_rl.run.checks import check_installed, check_model, check_task, dry_run_table
-from async_rl.run.closing import summary_text
+from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, dry_run_table
 from async_rl.run.directory import LATEST, RUNS, RunDirectory
-from async_rl.run.display import status_text
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
-from async_rl.run.view import STATUS_TIMEOUT, fetch_status, status_client
+from async_rl.run.report import write_report
+from async_rl.run.status import state_of
+from async_rl.run.status_text import state_text
 
 DEFAULT_DIRECTORY = RUNS / LATEST
 
@@ -109,7 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
 
     status = commands.add_parser("status", help="pools, versions, ledger, who waits for whom")
-    status.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR")
+    status.add_argument("place", nargs="?", default=str(DEFAULT_DIRECTORY), metavar="DIR|ENDPOINT")
+    status.add_argument("--token", type=Path, metavar="FILE", help="the run's token, with an ENDPOINT")
+    status.add_argument("--run", metavar="ID", help="the run's id (default: that of the run.json beside the token)")
+    status.add_argument("--json", action="store_true", help="print it as one JSON object")
     status.add_argument("--debug", action="store_true", help="show a traceback on error")
     status.set_defaults(command=_status)
 
@@ -165,6 +168,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     config = _config(options)
     if options.dry_run:
         check_task(config)
+        check_trackers(config)
         console.print(dry_run_table(config, check_model(config)), highlight=False, soft_wrap=True)
         return 0
     return run_all(config, options.out, options.resume, _flags(options), console)
@@ -183,27 +187,13 @@ def _train(options: argparse.Namespace, console: Console) -> int:
 
 
 def _status(options: argparse.Namespace, console: Console) -> int:
-    directory = RunDirectory.open(options.directory)
-    if directory.summary_path.exists() and not directory.is_held():
-        try:
-            text = summary_text(json.loads(directory.summary_path.read_text()))
-        except (ValueError, KeyError) as error:
-            raise AsyncRLError(f"{directory.summary_path} is broken: {error!r}") from error
-        console.print(f"finished: {directory.path}\n{text}", highlight=False, markup=False, soft_wrap=True)
-        return 0
-    client = status_client(directory, f"status-{os.getpid()}")
-    try:
-        client.connect(STATUS_TIMEOUT)
-        status = fetch_status(client)
-    finally:
-        client.close()
-    console.print(status_text(status), highlight=False, markup=False, soft_wrap=True)
+    state = state_of(options.place, options.token, options.run)
+    text = msgspec.json.format(msgspec.json.encode(state)).decode() if options.json else state_text(state)
+    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
     return 0
 
 
 def _report(options: argparse.Namespace, console: Console) -> int:
-    from async_rl.run.report import write_report  # TODO top
-
     path = write_report(RunDirectory.open(options.directory))
     console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return 0

@@ -15,6 +15,7 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
     path = directory.path
     made = [
         ("summary", directory.summary_path),
+        ("report", directory.report_path),
         ("learning curve", directory.curve_path),
         ("metrics", directory.metrics_path),
         ("adapter (PEFT)", directory.adapters / "final"),

@@ -3,7 +3,8 @@
 config.toml    as resolved; runs as it is
 run.json       run id and endpoints
 token          0600: who can read it may join
-metrics.jsonl  samples.jsonl  summary.json  learning_curve.png  logs/  adapters/  checkpoints/
+metrics.jsonl  samples.jsonl  summary.json  report.html  learning_curve.png
+logs/  adapters/  checkpoints/  prometheus/  tensorboard/  wandb/
 """
 
 from __future__ import annotations
@@ -164,6 +165,10 @@ class RunDirectory:
     @property
     def summary_path(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def curve_path(self) -> Path:

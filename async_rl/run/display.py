@@ -151,27 +151,6 @@ def plain_line(snapshot: Snapshot) -> str:
     return " | ".join(parts)
 
 
-def status_text(status: Status) -> str:
-    """The whole of the buffer's status, a line a subject: what `async-rl status` prints."""
-    newest = status.newest.short() if status.newest else "none yet"
-    lines = [
-        ("steps", f"{status.confirmed_batches}/{status.steps}, up {duration(status.uptime_s)}"),
-        ("trainer", f"{status.trainer}, newest policy {newest}"),
-        *(("node", node_text(node)) for node in status.nodes),
-        ("ready", f"{status.ready_groups} groups, {status.ready_bytes:,} bytes; reserved {status.reserved_bytes:,}"),
-        ("ledger", ledger_text(status.ledger)),
-        ("eval", _counts(status.eval_ledger)),
-        ("outside", _counts(status.outside)),
-        ("bound", f"{status.bound} versions"),
-        ("waiting", status.waiting or "nobody"),
-    ]
-    return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in lines if text)
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-
-
 def _rate(rate: float | None) -> str:
     return "–" if rate is None else f"{rate:,.0f}"
 

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from async_rl.run.checks import check_installed, check_model, check_task, is_made
+from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, is_made
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
 from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, pinned, plan_pool, plan_run, plan_services
 from async_rl.run.model_cache import model_path
+from async_rl.run.report import write_report
 from async_rl.run.view import RunView
 
 
@@ -27,6 +28,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
     check_installed()
     check_task(config)
+    check_trackers(config)
     check_model(config)
     directory = _resumed(out, config) if resume else RunDirectory.create(out, config)
     try:
@@ -35,6 +37,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
             path = directory.write_config(config)
             all_flags = [*flags, "--resume"] if resume else list(flags)
             console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
+            _note(directory, "started")
             specs = plan_run(config.inference.nodes, path, directory, *all_flags)
             if config.launch.pin:
                 specs = pinned(specs)
@@ -42,6 +45,8 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
                 outcome = _watch(pools, directory, config, console)
     finally:
         directory.remove_sockets()
+    _note(directory, _ending(outcome, config))
+    leave_report(directory, console)
     if outcome.interrupted:
         console.print(resume_words(directory), highlight=False, soft_wrap=True)
     _raise_failure(outcome, config)
@@ -82,10 +87,12 @@ def run_node(config: Config, out: Path, name: str, flags: Sequence[str]) -> int:
 def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Sequence[str], console: Console) -> int:
     """The trainer in the foreground."""
     check_installed(["trainer"])
+    check_trackers(config)
     directory = RunDirectory.open(out)
     if directory.has_checkpoint() and not resume:
         raise AsyncRLError(f"{directory.path} has checkpoints of a run: add --resume to go on from the newest")
     code = _run_pool(config, out, name or "trainer", "trainer.learner", [*flags, "--resume"] if resume else flags)
+    leave_report(directory, console)
     if code == 0 and directory.summary_path.exists():
         _print_closing(directory, console)
     elif directory.has_checkpoint():
@@ -157,6 +164,30 @@ def _raise_failure(outcome: Outcome, config: Config) -> None:
     message = outcome.message(config.launch.grace)
     if message and not outcome.interrupted:
         raise LaunchError(message)
+
+
+def _note(directory: RunDirectory, words: str) -> None:
+    """In the launcher's log, for whoever asks later how the run ended."""
+    with (directory.logs / "launcher.log").open("a", encoding="utf-8") as log:
+        log.write(words + "\n")
+
+
+def _ending(outcome: Outcome, config: Config) -> str:
+    """One line, as a process that fails says it."""
+    if outcome.interrupted:
+        return "interrupted"
+    message = outcome.message(config.launch.grace)
+    return "error: " + " ".join(message.split()) if message else "done"
+
+
+def leave_report(directory: RunDirectory, console: Console) -> None:
+    """However the run ended; a report that cannot be made must not change how."""
+    if not directory.metrics_path.exists():
+        return
+    try:
+        write_report(directory)
+    except Exception as error:  # whatever a file of a failed run holds
+        console.print(f"no report: {error or type(error).__name__}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_closing(directory: RunDirectory, console: Console) -> None:

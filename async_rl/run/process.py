@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ import async_rl
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
+from async_rl.run.exporter import Exporter
 
 HOUSE = ("buffer", "inference", "trainer")
 PARENT_VARIABLE = "ASYNC_RL_PARENT_DEATH"  # the launcher's process id: end when it is gone
@@ -67,14 +69,15 @@ class StopEvent(threading.Event):
 
 @dataclass(frozen=True)
 class PoolContext:
-    """What a pool gets: the resolved config, the run's directory, its own name, `stopping` (see StopEvent), and
-    whether it is to go on from a checkpoint."""
+    """What a pool gets: the resolved config, the run's directory, its own name, `stopping` (see StopEvent), whether it
+    is to go on from a checkpoint, and where its numbers go while it runs."""
 
     config: Config
     directory: RunDirectory
     name: str
     stopping: StopEvent = field(default_factory=StopEvent)
     resume: bool = False
+    exporter: Exporter = field(default_factory=Exporter)
 
 
 def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoReturn:
@@ -90,7 +93,8 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
         context = PoolContext(load_config(arguments.config), directory, arguments.name, resume=arguments.resume)
         _follow_parent()
         _handle_termination(context)
-        code = body(context) or 0
+        with _exporting(context, module):
+            code = body(context) or 0
     except Terminated:
         log.info("terminated")
         code = TERMINATED_EXIT
@@ -140,6 +144,15 @@ def die_with_parent(expected_parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exporting(context: PoolContext, module: str) -> AbstractContextManager[None]:
+    """Metrics for Prometheus, if the config wants them; the pool is the package that the module lies in."""
+    if not context.config.run.prometheus:
+        return nullcontext()
+    pool = Path(module).parent.name or module.partition(".")[0]
+    labels = {"run": context.directory.path.name, "pool": pool}
+    return context.exporter.serve(context.directory.path / "prometheus", context.name, labels)
 
 
 def _parse_arguments(module: str) -> argparse.Namespace:

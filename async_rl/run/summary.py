@@ -25,9 +25,9 @@ def build_summary(
 ) -> dict[str, Any]:
     """The contents of summary.json from a run's records, the buffer's final status and the run's duration.
 
-    Rates are over wall-clock time, so that both pools compare: the trainer's over the whole run, rollout's over the
-    buffer's uptime, since nodes count what they sample in one session; `idle_fraction.trainer` is the share of its
-    steps that the trainer waited for a batch, `idle_fraction.inference` the nodes' mean share of time without work,
+    Rates are over wall-clock time, so that both pools compare: the trainer's over the whole run, rollout's from the
+    first look at the pools to the last (nodes count anew when they join again); `idle_fraction.trainer` is
+    the share of its steps that the trainer waited for a batch, `idle_fraction.inference` the nodes' mean share of time without work,
     weighted by slots. `extra` adds keys (`push_bytes` among them) or replaces them. What was never measured is None,
     as is all that only the buffer knows when there is no status.
     """
@@ -59,7 +59,7 @@ def build_summary(
         "eval_ledger": dict(status.eval_ledger) if status else None,
         "outside": dict(status.outside) if status else None,
         "tokens_per_second": {
-            "rollout": _ratio(sum(node.sampled_tokens for node in nodes), status.uptime_s) if status else None,
+            "rollout": _rollout_rate(records),
             "train": _ratio(sum(float(step.get("tokens") or 0) for step in steps), wall_seconds),
         },
         "idle_fraction": {"inference": _inference_idle(nodes), "trainer": _trainer_idle(steps)},
@@ -99,6 +99,20 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _ratio(amount: float, over: float) -> float:
     return amount / over if over > 0 else 0.0
+
+
+def _rollout_rate(records: Sequence[Record]) -> float | None:
+    """Tokens a second that all nodes sampled, those that are gone included; None before there were two looks."""
+    looks = [record for record in records if "pools" in record]
+    tokens, seen = 0, dict[str, int]()
+    for index, look in enumerate(looks):
+        for node in look["pools"]["nodes"]:
+            now = int(node["sampled_tokens"])
+            before = seen.get(node["name"], 0)
+            if index:
+                tokens += now - before if now >= before else now
+            seen[node["name"]] = now
+    return _ratio(tokens, looks[-1]["time_s"] - looks[0]["time_s"]) if len(looks) > 1 else None
 
 
 def _weighted_mean(steps: Sequence[Record], key: str, weight: str) -> float:

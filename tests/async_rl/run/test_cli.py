@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -68,22 +67,6 @@ def test_the_trainer_does_not_write_over_a_run_with_checkpoints(capsys: pytest.C
         (directory.checkpoints / "20").mkdir()
         assert main(["train", "quickstart", "--out", "here"]) == 1
         assert "add --resume" in capsys.readouterr().err
-    finally:
-        directory.remove_sockets()
-
-
-def test_the_status_of_a_run_whose_buffer_is_gone_says_so_in_time(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("async_rl.run.cli.STATUS_TIMEOUT", 0.5)
-    directory = RunDirectory.create(Path("here"), load_config("quickstart"))
-    try:
-        start = time.monotonic()
-        assert main(["status", "here"]) == 1
-        assert time.monotonic() - start < 5
-        err = capsys.readouterr().err
-        assert directory.endpoint in err
-        assert "buffer" in err
     finally:
         directory.remove_sockets()
 

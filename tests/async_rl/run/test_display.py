@@ -17,7 +17,6 @@ from async_rl.run.display import (
     plain_line,
     seconds_left,
     sparkline,
-    status_text,
     train_rate,
 )
 from async_rl.version import PolicyId
@@ -113,13 +112,6 @@ def test_the_panel_shows_every_subject() -> None:
 
 def test_the_panel_is_there_before_anything_is_known() -> None:
     assert "for the buffer to answer" in shown(live_panel(snapshot(steps=0, evals=[], status=None, rollout_rate=None)))
-
-
-def test_the_status_text_names_every_node_and_who_waits() -> None:
-    text = status_text(STATUS)
-    assert "12/120" in text
-    assert "node-0  ready  policy 11-ab12cd34  96 in work  busy 93%" in text
-    assert text.endswith("trainer waits for 28 groups of batch 12")
 
 
 def test_plain_lines_come_for_what_is_new_and_not_more_often_than_every_few_seconds() -> None:

@@ -59,8 +59,20 @@ def test_staleness_is_the_highest_and_the_mean_over_tokens_against_the_bound() -
     assert build_summary(steps, status(), CONFIG, 10.0)["staleness"] == {"max": 3, "mean": 0.5, "bound": 4}
 
 
+def look(time_s: float, **tokens: int) -> dict[str, Any]:
+    nodes = [{"name": name, "sampled_tokens": count} for name, count in tokens.items()]
+    return {"time_s": time_s, "pools": {"nodes": nodes}}
+
+
+def test_the_rollout_rate_counts_nodes_that_left_and_nodes_that_began_anew() -> None:
+    looks = [look(0.0, a=50), look(1.0, a=100, b=30), look(2.0, b=50), look(4.0, a=20, b=50)]
+    # a: 50, then 20 after it came back with a fresh count; b: 30 and 20.
+    assert build_summary(looks, status(), CONFIG, 10.0)["tokens_per_second"]["rollout"] == (50 + 20 + 30 + 20) / 4
+
+
 def test_rates_are_over_the_wall_clock_and_idleness_is_weighted_by_slots() -> None:
-    summary = build_summary([step(0, 0.0), step(1, 0.0)], status(), CONFIG, 10.0, {"push_bytes": 42})
+    records = [look(2.0, a=100, b=0), step(0, 0.0), step(1, 0.0), look(7.0, a=300, b=200)]
+    summary = build_summary(records, status(), CONFIG, 10.0, {"push_bytes": 42})
     assert summary["tokens_per_second"] == {"rollout": 80.0, "train": 20.0}
     assert summary["idle_fraction"] == {"inference": pytest.approx(1 - 2.5 / 4), "trainer": 0.25}
     assert summary["push_ms"] == {"p50": 20.0, "p99": 30.0}

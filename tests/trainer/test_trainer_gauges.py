@@ -1,0 +1,46 @@
+"""What the trainer tells Prometheus, from records as the learner writes them, through a real scrape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scraping import scrape, targets
+
+from async_rl.run.exporter import Exporter
+from trainer.gauges import GAUGES, TOTALS, TrainerGauges
+
+
+class End:
+    bytes_sent, bytes_received = 10, 20
+
+
+def step(version: int, step_s: float) -> dict[str, float]:
+    measured = dict.fromkeys(GAUGES, 0.5) | dict.fromkeys(TOTALS, 2.0)
+    return {**measured, "step": version - 1, "version": version, "reward": 0.1 * version, "step_s": step_s}
+
+
+def test_gauges_are_of_the_last_step_and_counters_of_all(tmp_path: Path) -> None:
+    exporter = Exporter()
+    gauges = TrainerGauges(exporter, {"buffer": End()})
+    with exporter.serve(tmp_path, "trainer", {}):
+        for record in (step(1, 0.3), {"pools": {}}, step(2, 4.0), {"eval": {"version": 1, "reward": 0.7, "n": 8}}):
+            gauges.write(record)
+        samples = scrape(targets(tmp_path)["trainer"]["address"])
+    assert samples["async_rl_trainer_version"] == 2
+    assert samples["async_rl_trainer_reward"] == pytest.approx(0.2)
+    assert samples["async_rl_trainer_evaluation_reward"] == 0.7
+    assert samples["async_rl_trainer_evaluation_version"] == 1
+    assert samples["async_rl_trainer_draw_wait_seconds_total"] == 4.0
+    assert samples["async_rl_trainer_step_seconds_count"] == 2
+    assert samples["async_rl_trainer_step_seconds_sum"] == pytest.approx(4.3)
+    assert samples['async_rl_link_sent_bytes_total{link="buffer"}'] == 10
+
+
+def test_a_step_without_a_reward_shows_none(tmp_path: Path) -> None:
+    exporter = Exporter()
+    with exporter.serve(tmp_path, "trainer", {}):
+        TrainerGauges(exporter, {}).write({**step(1, 0.3), "reward": None})
+        samples = scrape(targets(tmp_path)["trainer"]["address"])
+    assert "async_rl_trainer_reward" not in samples
+    assert samples["async_rl_trainer_loss"] == 0.5

@@ -1,0 +1,61 @@
+"""What the trainer tells Prometheus, from the records that it writes. Counters begin with the process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from async_rl.run.exporter import Exporter, Histogram, Link, Metric, link_reading
+from async_rl.run.metrics import Record, evals_of
+
+GAUGES = {
+    "step": Metric("gauge", "async_rl_trainer_step", "The last training step, from 0."),
+    "version": Metric("gauge", "async_rl_trainer_version", "The policy version that it made."),
+    "reward": Metric("gauge", "async_rl_trainer_reward", "Mean reward of its batch."),
+    "staleness_max": Metric("gauge", "async_rl_trainer_staleness_max_versions", "Age of its oldest token."),
+    "staleness_mean": Metric("gauge", "async_rl_trainer_staleness_mean_versions", "Mean age of its tokens."),
+    "loss": Metric("gauge", "async_rl_trainer_loss", "Its loss."),
+    "grad_norm": Metric("gauge", "async_rl_trainer_gradient_norm", "Its gradient's norm before clipping."),
+    "learning_rate": Metric("gauge", "async_rl_trainer_learning_rate", "Its learning rate."),
+    "ess": Metric("gauge", "async_rl_trainer_effective_sample_ratio", "Effective sample size over sample size."),
+    "k3": Metric("gauge", "async_rl_trainer_k3_nats", "k3 estimate of the KL between trainer and sampling policy."),
+    "kept_fraction": Metric("gauge", "async_rl_trainer_kept_ratio", "Share of tokens inside the ratio bounds."),
+}
+"""By key of a step's record (async_rl.run.metrics)."""
+TOTALS = {
+    "draw_wait_s": Metric("counter", "async_rl_trainer_draw_wait_seconds_total", "Time waited for batches."),
+    "train_s": Metric("counter", "async_rl_trainer_train_seconds_total", "Time spent on steps, without waiting."),
+    "tokens": Metric("counter", "async_rl_trainer_trained_tokens_total", "Tokens trained on."),
+    "trained": Metric("counter", "async_rl_trainer_trained_attempts_total", "Attempts trained on."),
+    "dropped": Metric("counter", "async_rl_trainer_dropped_attempts_total", "Attempts drawn and not trained on."),
+}
+STEP_SECONDS = Metric("histogram", "async_rl_trainer_step_seconds", "A step, from one draw to the next.")
+EVAL_REWARD = Metric("gauge", "async_rl_trainer_evaluation_reward", "Mean reward of the last evaluation.")
+EVAL_VERSION = Metric("gauge", "async_rl_trainer_evaluation_version", "The policy version that it was of.")
+
+
+class TrainerGauges:
+    """Listens to records (trainer.trackers) and hands what they come to to the exporter."""
+
+    name = "Prometheus"
+
+    def __init__(self, exporter: Exporter, links: Mapping[str, Link]) -> None:
+        self._exporter = exporter
+        self._links = links
+        self._last: dict[Metric, float | None] = {}
+        self._totals = dict.fromkeys(TOTALS.values(), 0.0)
+        self._steps = Histogram()
+
+    def write(self, record: Record) -> None:
+        if "reward" in record:
+            self._last |= {metric: record.get(key) for key, metric in GAUGES.items()}
+            for key, metric in TOTALS.items():
+                self._totals[metric] += record.get(key) or 0.0
+            self._steps.observe(record["step_s"])
+        for evaluation in evals_of([record]):
+            self._last |= {EVAL_REWARD: evaluation["reward"], EVAL_VERSION: evaluation["version"]}
+        self._exporter.publish(
+            {**self._last, **self._totals, STEP_SECONDS: self._steps.read(), **link_reading(self._links)}
+        )
+
+    def close(self, failed: bool) -> None:
+        """The process serves its last reading until its end."""
