@@ -26,8 +26,8 @@ def build_summary(
     """The contents of summary.json from a run's records, the buffer's final status and the run's duration.
 
     Rates are over wall-clock time, so that both pools compare: the trainer's over the whole run, rollout's from the
-    first look at the pools to the last (nodes count anew when they join again); `idle_fraction.trainer` is
-    the share of its steps that the trainer waited for a batch, `idle_fraction.inference` the nodes' mean share of time without work,
+    first look at the pools to the last (nodes count anew when they join again). `idle_fraction.trainer` is the share of
+    its steps that the trainer waited for a batch, `idle_fraction.inference` the nodes' mean share of time without work,
     weighted by slots. `extra` adds keys (`push_bytes` among them) or replaces them. What was never measured is None,
     as is all that only the buffer knows when there is no status.
     """
