@@ -112,6 +112,10 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     max_context: PositiveInt = 512
     """Prompt and answer together, in tokens: what a slot's KV cache holds."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compile: Literal["auto", "never", "always"] = "auto"
+    """Compile the torch engine's decode step, for models of Llama's family. auto: eager at first, and compiled (by a
+    process of its own, and kept in the cache) once the node has sampled for long enough to pay for that. always:
+    before the first step. Where it cannot be compiled, for want of a C++ compiler or so, it stays eager."""
     max_resident: Annotated[int, Meta(ge=2)] = 3
     flip_timeout: PositiveFloat = 60.0
     """Seconds that a new policy waits for a slot before the oldest one's requests are recomputed under it."""

@@ -24,6 +24,7 @@ def _torch(config: Config, model_path: Path) -> Engine:
         max_resident=inference.max_resident,
         device=config.model.device,
         dtype=config.model.dtype if inference.dtype == "auto" else inference.dtype,
+        compile_mode=inference.compile,
     )
 
 

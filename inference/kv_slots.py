@@ -1,8 +1,10 @@
 """A preallocated KV cache with one row per running request, behind transformers' Cache interface.
 
-Each layer's keys and values are tensors [row, kv_head, position, dim], allocated once. The runner announces a forward
-(`begin_decode`, `begin_prefill`); during it the layers write the new keys and values into place and hand back views.
-Sliding-window layers keep the full length too: their mask, not their storage, bounds what is seen.
+Each layer's keys and values are tensors [row, kv_head, position, dim], allocated once. For transformers' forward the
+runner announces what comes (`begin_decode`, `begin_prefill`); during it the layers write the new keys and values into
+place and hand back views. Sliding-window layers keep the full length too: their mask, not their storage, bounds what
+is seen. There is room for one position more than a request may have: code that is compiled for the size of a row and
+for any number of positions read would have to treat equal numbers apart.
 """
 
 from __future__ import annotations
@@ -88,8 +90,10 @@ class SlotCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        positions += 1
         # Tensors of one shape share one pool, so that moving rows is one operation for all layers.
         shapes = [shape for layer in layer_shapes for shape in layer]
+        self.device = device
         self.pools: dict[tuple[int, int], torch.Tensor] = {
             (heads, dim): torch.zeros(
                 shapes.count((heads, dim)), rows, heads, positions, dim, dtype=dtype, device=device
@@ -118,7 +122,7 @@ class SlotCache(Cache):
         """Copy the first `length` positions of rows `source` to rows `target`; all are read before any is written."""
         for pool in self.pools.values():
             part = pool[:, :, :, :length]
-            part.index_copy_(1, target, part.index_select(1, source))
+            part[:, target] = part[:, source]  # index_select of such a view took two to five times as long
 
     @property
     def nbytes(self) -> int:

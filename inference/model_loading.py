@@ -7,6 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -73,6 +75,16 @@ def end_tokens(model: PreTrainedModel) -> Collection[int]:
         if ids is not None:
             return [ids] if isinstance(ids, int) else list(ids)
     return []
+
+
+def stop_table(model: PreTrainedModel, vocab: int, stop_tokens: Collection[int] | None) -> npt.NDArray[np.bool_]:
+    """For each token whether it ends a request: bool[vocab]; None: the model's own end tokens."""
+    table = np.zeros(vocab, dtype=bool)
+    for token in end_tokens(model) if stop_tokens is None else stop_tokens:
+        if not 0 <= token < vocab:
+            raise EngineError(f"stop token {token} is outside the model's vocabulary of {vocab}")
+        table[token] = True
+    return table
 
 
 def forward_parameters(model: PreTrainedModel) -> tuple[str, bool]:

@@ -1,41 +1,58 @@
 """Forwards of the model over the KV rows: prefill, decode and scoring, always under one resident policy at a time.
 
-Everything that touches the device is here; the engine above keeps its books in numpy on the host. All shapes and
-plans are made before a forward starts, so a compiled step can replace `_forward` without changing its callers.
+Everything that touches the device is here and below; the engine above keeps its books in numpy on the host, and gets
+sampled tokens back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache
 
+from inference.compiled_step import CompileMode
+from inference.decode_step import Draw, sampled
 from inference.engine import EngineError
-from inference.kv_slots import ShapeProbe, SlotCache, attention_masks
-from inference.model_loading import forward_parameters, layer_windows, load_model
+from inference.forwards import make_forward
+from inference.model_loading import load_model
 from inference.slot_linear import ActiveSlot, LowRank, wrap_linears
 
 # Padded tokens in one prefill or scoring forward: bounds the memory of activations and logits.
 FORWARD_TOKENS = 16384
 
+IntArray = npt.NDArray[np.int64]
+Sampled = npt.NDArray[np.float64]
 
-class PrefillSequence(NamedTuple):
-    """Token ids int32[length >= 1] to compute from position 0, and the rows that receive the keys and values."""
 
-    tokens: npt.NDArray[np.int32]
-    rows: list[int]
+class Draws(NamedTuple):
+    """How to sample each of n rows: temperature float64[n], 1 where greedy; greedy int64[n], 0 or 1; uniforms
+    float64[n]."""
+
+    temperature: npt.NDArray[np.float64]
+    greedy: IntArray
+    uniforms: npt.NDArray[np.float64]
+
+    def part(self, start: int, end: int) -> Draws:
+        return Draws(self.temperature[start:end], self.greedy[start:end], self.uniforms[start:end])
 
 
 class ModelRunner:
     """The model, its linear layers with `policy_slots` slots, and `rows` x `positions` of KV cache."""
 
     def __init__(
-        self, path: Path, *, rows: int, positions: int, policy_slots: int, device: torch.device, dtype: str
+        self,
+        path: Path,
+        *,
+        rows: int,
+        positions: int,
+        policy_slots: int,
+        device: torch.device,
+        dtype: str,
+        compile_mode: CompileMode,
     ) -> None:
         self.device = device
         self.model = load_model(path, device, dtype)
@@ -47,130 +64,100 @@ class ModelRunner:
                 f"max_context is {positions}, but the model at {path} has {self.max_positions} positions "
                 "(max_position_embeddings): lower [inference] max_context"
             )
-        self.windows = layer_windows(self.config)
-        self._cache_argument, self._chooses_logits = forward_parameters(self.model)
-        self._active = ActiveSlot()
-        self.linears = wrap_linears(self.model, self._active, policy_slots)
-        self.vocab, layer_shapes = self._probe()
+        active = ActiveSlot()
+        self.linears = wrap_linears(self.model, active, policy_slots)
+        with torch.no_grad():
+            self.forward = make_forward(self.model, self.config, active, rows, positions, compile_mode)
+        self.cache, self.vocab = self.forward.cache, self.forward.vocab
         # Some models have more logits than embeddings, or the reverse; a token must have both.
-        self.input_vocab = min(int(self.model.get_input_embeddings().weight.shape[0]), self.vocab)
-        self.cache = SlotCache(layer_shapes, rows, positions, self.dtype, device)
+        self.input_vocab = min(self.model.get_input_embeddings().weight.shape[0], self.vocab)
 
     def load(self, slot: int, adapters: dict[str, LowRank]) -> None:
         """Fill a policy slot with adapters by module name; the other modules stay as the base model has them."""
         with torch.no_grad():
             for name, linear in self.linears.items():
                 linear.load(slot, adapters.get(name))
+        self.forward.changed(slot)
 
-    @torch.no_grad()
-    def prefill(self, slot: int, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
-        """Compute sequences under a policy slot and store their keys and values; returns the logits after the last
-        token of each: [sequence, vocab]."""
-        self._active.index = slot
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i].tokens))
-        logits: list[torch.Tensor] = []
-        for chunk in _chunks(order, [len(sequence.tokens) for sequence in sequences]):
-            part = [sequences[i] for i in chunk]
-            sources = np.repeat(np.arange(len(part)), [len(sequence.rows) for sequence in part])
-            targets = np.concatenate([np.asarray(sequence.rows, dtype=np.int64) for sequence in part])
-            self.cache.begin_prefill(self._to_device(sources), self._to_device(targets))
-            logits.append(self._last_logits([sequence.tokens for sequence in part]))
-        return torch.cat(logits)[self._to_device(np.argsort(order))]
+    @torch.inference_mode()
+    def prefill(
+        self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], rows: IntArray, draws: Draws
+    ) -> Sampled:
+        """For each of n rows: compute its sequence from position 0 under a policy slot, store the keys and values, and
+        sample the token that follows: tokens and their log-probabilities, float64[2, n]. Equal sequences are computed
+        once."""
+        distinct = {tokens.tobytes(): tokens for tokens in sequences}
+        number = {key: i for i, key in enumerate(sorted(distinct, key=len))}
+        members = np.array([number[tokens.tobytes()] for tokens in sequences])
+        ordered = [distinct[key] for key in number]
+        logits = [
+            self._prefill_chunk(slot, ordered[chunk.start : chunk.stop], members - chunk.start, rows)
+            for chunk in _chunks([len(tokens) for tokens in ordered])
+        ]
+        return self._to_host(sampled(torch.cat(logits)[self._to_device(members)], self._draw(draws)))
 
-    @torch.no_grad()
-    def decode(
-        self, slot: int, start: int, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    def _prefill_chunk(
+        self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], members: IntArray, rows: IntArray
     ) -> torch.Tensor:
-        """One forward of rows [start:start+n) under a policy slot: tokens int64[n] go to `positions` int64[n];
-        returns logits [n, vocab]."""
-        self._active.index = slot
-        length = int(positions.max()) + 1
-        both = self._to_device(np.stack((tokens, positions)))
-        ids, queries = both[0][:, None], both[1][:, None]
-        self.cache.begin_decode(start, start + len(tokens), both[1], length)
-        masks = attention_masks(queries, length, self.windows, self.dtype)
-        return self._forward(ids, queries, masks, self.cache)[:, -1]
+        """Row rows[j] is of sequence members[j], if there is one of that number here; logits [sequence, vocab]."""
+        here = (members >= 0) & (members < len(sequences))
+        last = np.array([len(tokens) - 1 for tokens in sequences])
+        places = (self._to_device(array) for array in (last, members[here], rows[here]))
+        return self.forward.prefill(slot, self._padded(sequences), *places)
 
-    @torch.no_grad()
+    @torch.inference_mode()
+    def decode(self, slot: int, start: int, tokens: IntArray, positions: IntArray, draws: Draws) -> Sampled:
+        """One token for each of rows [start:start+n) under a policy slot: tokens int64[n] go to `positions` int64[n].
+        Returns the next tokens and their log-probabilities, float64[2, n]."""
+        ids, places = self._to_device(np.stack((tokens, positions)))
+        length = int(positions.max()) + 1
+        return self._to_host(self.forward.decode(slot, start, ids, places, length, self._draw(draws)))
+
+    @torch.inference_mode()
     def score(self, slot: int, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         """Log-probability at temperature 1 of every token but the first, under a policy slot; leaves the KV rows as
         they are."""
-        self._active.index = slot
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         scores: list[npt.NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * len(sequences)
-        lengths = [len(sequence) for sequence in sequences]
-        for chunk in _chunks(sorted(range(len(sequences)), key=lengths.__getitem__), lengths):
-            ids, queries, masks = self._padded([sequences[i] for i in chunk])
-            logits = self._forward(ids, queries, masks, cache=None)
+        for chunk in _chunks([len(sequences[i]) for i in order]):
+            ids = self._padded([sequences[order[j]] for j in chunk])
+            logits = self.forward.score(slot, ids)
             logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-            for i, row in zip(chunk, logprobs.cpu().numpy(), strict=True):
-                scores[i] = row[: lengths[i] - 1].copy()
+            for j, row in zip(chunk, logprobs.cpu().numpy(), strict=True):
+                scores[order[j]] = row[: len(sequences[order[j]]) - 1].copy()
         return scores
 
-    def move_rows(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], length: int) -> None:
+    def move_rows(self, source: IntArray, target: IntArray, length: int) -> None:
         """Copy the first `length` positions of KV rows."""
         if len(source) and length:
             self.cache.move(self._to_device(source), self._to_device(target), length)
 
-    def _forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        masks: torch.Tensor | dict[str, torch.Tensor],
-        cache: Cache | None,
-        keep: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        extra: dict[str, Any] = {} if cache is None else {self._cache_argument: cache}
-        if keep is not None and self._chooses_logits:
-            extra["logits_to_keep"] = keep
-        out = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=cache is not None, **extra
-        )
-        logits = out.logits
-        return logits if keep is None or self._chooses_logits else logits[:, keep]
-
-    def _last_logits(self, sequences: Sequence[npt.NDArray[np.int32]]) -> torch.Tensor:
-        ids, queries, masks = self._padded(sequences)
-        last = np.array([len(tokens) - 1 for tokens in sequences])
-        # Logits only at the positions where some sequence ends: a whole prompt's would not fit for a real vocabulary.
-        kept, index = np.unique(last, return_inverse=True)
-        logits = self._forward(ids, queries, masks, self.cache, keep=self._to_device(kept))
-        return logits[torch.arange(len(sequences), device=self.device), self._to_device(index)]
-
-    def _padded(
-        self, sequences: Sequence[npt.NDArray[np.int32]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | dict[str, torch.Tensor]]:
-        """Ids [batch, length] padded at the end, which causal masks hide; positions [1, length]; masks."""
-        length = max(len(tokens) for tokens in sequences)
-        ids = np.zeros((len(sequences), length), dtype=np.int64)
+    def _padded(self, sequences: Sequence[npt.NDArray[np.int32]]) -> torch.Tensor:
+        """Ids [batch, length] padded at the end, which causal masks hide."""
+        ids = np.zeros((len(sequences), max(len(tokens) for tokens in sequences)), dtype=np.int64)
         for row, tokens in zip(ids, sequences, strict=True):
             row[: len(tokens)] = tokens
-        queries = torch.arange(length, device=self.device)[None]
-        return self._to_device(ids), queries, attention_masks(queries, length, self.windows, self.dtype)
+        return self._to_device(ids)
 
-    @torch.no_grad()
-    def _probe(self) -> tuple[int, list[tuple[tuple[int, int], tuple[int, int]]]]:
-        """Vocabulary size of the logits and shapes of the KV cache, from one forward of one token."""
-        probe = ShapeProbe()
-        ids, queries, masks = self._padded([np.zeros(1, dtype=np.int32)])
-        logits = self._forward(ids, queries, masks, probe)
-        layers = self.config.num_hidden_layers
-        if sorted(probe.seen) != list(range(layers)):
-            raise EngineError(
-                f"model type {self.config.model_type}: layers {sorted(probe.seen)} of {layers} use the KV cache; the "
-                "torch engine needs standard attention in every layer"
-            )
-        return logits.shape[-1], [probe.seen[layer] for layer in range(layers)]
+    def _draw(self, draws: Draws) -> Draw:
+        temperature, greedy, uniforms = self._to_device(np.stack(draws))
+        return Draw(temperature.float(), greedy.bool() if draws.greedy.any() else None, uniforms)
 
-    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
+    def _to_host(self, tensor: torch.Tensor) -> Sampled:
+        array: Sampled = tensor.cpu().numpy()
+        return array
 
-def _chunks(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Split indices, sorted by length, so that each chunk's padded size stays within FORWARD_TOKENS (or is one)."""
-    chunks: list[list[int]] = []
-    for i in order:
-        if chunks and (len(chunks[-1]) + 1) * lengths[i] <= FORWARD_TOKENS:
-            chunks[-1].append(i)
+
+def _chunks(lengths: Sequence[int]) -> list[range]:
+    """Ranges over ascending lengths, so that each one's padded size stays within FORWARD_TOKENS (or is one)."""
+    chunks: list[range] = []
+    for i, length in enumerate(lengths):
+        start = chunks[-1].start if chunks else 0
+        if chunks and (i + 1 - start) * length <= FORWARD_TOKENS:
+            chunks[-1] = range(start, i + 1)
         else:
-            chunks.append([i])
+            chunks.append(range(i, i + 1))
     return chunks

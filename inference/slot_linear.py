@@ -4,10 +4,14 @@ All layers of a model share one `ActiveSlot`; setting its index switches the who
 copying anything. In float32 a slot holds the merged weight W + scale·B·A, so a step costs what the plain model costs.
 In bfloat16 or float16 merging would round most of the update away, so a slot holds A and B, and the layer computes
 W·x + scale·B·(A·x) with the adapter in the precision it was sent in (as peft does).
+
+Merged layers that are fed the same input may be joined: their weights then lie below one another in one matrix per
+slot, so that one product computes all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +35,26 @@ class LowRank(NamedTuple):
     scale: float
 
 
+class SlotTensors(NamedTuple):
+    """A layer under one policy: weight [out, in], bias [out]; a [r, in] and b [out, r], in a precision of their own,
+    where the adapter is kept apart."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+
+
+def low_rank_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor | None, b: torch.Tensor | None
+) -> torch.Tensor:
+    """x Wᵀ + bias + (x aᵀ) bᵀ: x [..., in], the others as in SlotTensors; returns [..., out]."""
+    y = linear(x, weight, bias)
+    if a is None or b is None:
+        return y
+    return (y + linear(linear(x.to(a.dtype), a), b)).to(y.dtype)
+
+
 class SlotLinear(nn.Linear):
     """Common part: the base weight and bias are those of the layer that this one replaces, shared, not copied."""
 
@@ -45,46 +69,78 @@ class SlotLinear(nn.Linear):
         """Fill a slot; None means that the policy leaves this layer as it is."""
         raise NotImplementedError
 
+    def in_slot(self, slot: int) -> SlotTensors:
+        """What `low_rank_linear` needs to compute this layer under the policy in a slot."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return low_rank_linear(x, *self.in_slot(self.active.index))
+
+
+class JointWeights:
+    """One matrix [sum of outputs, in] per slot, of merged layers with the same input. A slot that no adapter ever
+    touched is the base matrix itself."""
+
+    def __init__(self, layers: Sequence[MergedLinear]) -> None:
+        base = layers[0].weight.detach()
+        if len(layers) > 1:
+            base = torch.cat([layer.weight.detach() for layer in layers])
+        self.matrices = [base] * layers[0].slots
+        self._layers, self._base = layers, base
+        self._outputs = [layer.out_features for layer in layers]
+        for layer, part in zip(layers, base.split(self._outputs), strict=True):
+            layer.joint = self
+            layer.weight.data = part  # so that the base lies in memory once
+            layer.slot_weights = [part] * layer.slots
+
+    def own(self, slot: int) -> None:
+        """See to it that the slot can be written to."""
+        if self.matrices[slot] is self._base:
+            self.matrices[slot] = self._base.clone()
+            for layer, part in zip(self._layers, self.matrices[slot].split(self._outputs), strict=True):
+                layer.slot_weights[slot] = part
+
 
 class MergedLinear(SlotLinear):
-    """float32: one weight per slot. An untouched layer's slot is the base weight itself."""
+    """float32: one weight per slot."""
+
+    joint: JointWeights
+    slot_weights: list[torch.Tensor]
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, active: ActiveSlot, slots: int) -> None:
         super().__init__(weight, bias, active, slots)
-        self.slot_weights: list[torch.Tensor] = [weight.detach()] * slots
+        JointWeights([self])
 
     def load(self, slot: int, adapter: LowRank | None) -> None:
         base = self.weight.detach()
-        if adapter is None:
-            self.slot_weights[slot] = base
+        if adapter is None and self.slot_weights[slot].data_ptr() == base.data_ptr():
             return
-        if self.slot_weights[slot].data_ptr() == base.data_ptr():
-            self.slot_weights[slot] = torch.empty_like(base)
+        self.joint.own(slot)
+        if adapter is None:
+            self.slot_weights[slot].copy_(base)
+            return
         a, b = adapter.a.to(base.device, base.dtype), adapter.b.to(base.device, base.dtype)
         torch.addmm(base, b, a, alpha=adapter.scale, out=self.slot_weights[slot])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.slot_weights[self.active.index], self.bias)
+    def in_slot(self, slot: int) -> SlotTensors:
+        return SlotTensors(self.slot_weights[slot], self.bias, None, None)
 
 
 class UnmergedLinear(SlotLinear):
-    """bfloat16, float16: base layer and low-rank path apart."""
+    """bfloat16, float16: base layer and low-rank path apart. A slot holds a and scale · b."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, active: ActiveSlot, slots: int) -> None:
         super().__init__(weight, bias, active, slots)
-        self.slot_adapters: list[LowRank | None] = [None] * slots
+        self.slot_adapters: list[tuple[torch.Tensor, torch.Tensor] | tuple[None, None]] = [(None, None)] * slots
 
     def load(self, slot: int, adapter: LowRank | None) -> None:
         device = self.weight.device
-        self.slot_adapters[slot] = adapter and LowRank(adapter.a.to(device), adapter.b.to(device), adapter.scale)
+        self.slot_adapters[slot] = (
+            (None, None) if adapter is None else (adapter.a.to(device), adapter.b.to(device) * adapter.scale)
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = linear(x, self.weight, self.bias)
-        adapter = self.slot_adapters[self.active.index]
-        if adapter is None:
-            return y
-        update = linear(linear(x.to(adapter.a.dtype), adapter.a), adapter.b)
-        return (y + adapter.scale * update).to(y.dtype)
+    def in_slot(self, slot: int) -> SlotTensors:
+        return SlotTensors(self.weight, self.bias, *self.slot_adapters[slot])
 
 
 def wrap_linears(model: nn.Module, active: ActiveSlot, slots: int) -> dict[str, SlotLinear]:

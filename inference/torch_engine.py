@@ -5,8 +5,8 @@ one (new requests, each distinct prompt once, and requests that a flip told to r
 then one decode forward per policy in use (normally one) and one sampling over all rows. The host learns the tokens
 once per sampling; all books are numpy arrays over rows and seats, so a token costs no Python of its own.
 
-A request has a *row* (its place in the batch and the KV cache, which changes as others end) and a *seat* (its
-buffers: sequence, log-probabilities, stamps, random numbers), which it keeps. Stamps are serial numbers of installed
+A request has a *row* (its place in the batch and the KV cache, which changes as others end) and a *seat* (its buffers),
+which it keeps. Stamps are serial numbers of installed
 policies, written from the very array that chose the weights of the forward.
 """
 
@@ -21,23 +21,24 @@ from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from async_rl.policy.adapter import AdapterError, read_adapter
 from async_rl.trajectory import Finish
 from async_rl.version import PolicyId, VersionRun
 from inference.adapter_match import match_adapter
+from inference.compiled_step import CompileMode
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Request
-from inference.model_loading import end_tokens, pick_device
+from inference.model_loading import pick_device, stop_table
 from inference.request_checks import check_ids, check_request, request_name
 from inference.resident import ResidentPolicies
 from inference.rows import DEAD, ROW_DTYPE, IntArray, plan_rows, policy_ranges
-from inference.runner import ModelRunner, PrefillSequence
-from inference.sampling import request_uniforms, sample
+from inference.runner import Draws, ModelRunner, Sampled
+from inference.seats import Seats
 
-# Ended rows are decoded in vain until new requests take their places or they are this share of the batch: moving rows
-# after every end cost more than the work it saved (measured, 64 rows).
-MAX_DEAD_SHARE = 1 / 8
+# Ended rows are decoded in vain until new requests take their places or they are this share of the batch, and a wave
+# of new requests starts when the rows that stood idle for want of it have lost so many steps' worth of work. Measured
+# with 64 and 256 rows: halving or doubling either changes little, moving rows after every end costs 5 %.
+MAX_DEAD_SHARE, WAVE_STEPS = 1 / 4, 1 / 2
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class TorchEngine:
         max_resident: int,
         device: str = "auto",
         dtype: str = "auto",
+        compile_mode: CompileMode = "auto",
         stop_tokens: Collection[int] | None = None,
     ) -> None:
         if slots < 1 or max_context < 2:
@@ -77,10 +79,11 @@ class TorchEngine:
             policy_slots=max_resident,
             device=pick_device(device),
             dtype=dtype,
+            compile_mode=compile_mode,
         )
         self._slots, self._max_context = slots, max_context
         self._vocab = self._runner.input_vocab
-        self._is_stop = self._stop_table(stop_tokens)
+        self._is_stop = stop_table(self._runner.model, self._runner.vocab, stop_tokens)
 
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
         self._installed: list[PolicyId] = []  # by serial number
@@ -95,11 +98,7 @@ class TorchEngine:
         self._n = 0  # rows [0:n) are in use, those that ended since the last arrangement included
         self._split = False  # whether rows of one policy may be apart
         self._attempts: dict[int, _Attempt] = {}  # by seat
-        self._free_seats = list(range(slots))
-        self._sequences = np.zeros((slots, max_context), dtype=np.int32)
-        self._logprobs = np.zeros((slots, max_context), dtype=np.float32)
-        self._stamps = np.zeros((slots, max_context), dtype=np.int64)
-        self._uniforms = np.zeros((slots, max_context), dtype=np.float64)
+        self._seats = Seats(slots, max_context)
 
     # --- what the node may ask ---------------------------------------------------------------------------------------
 
@@ -131,11 +130,11 @@ class TorchEngine:
             "model_type": runner.config.model_type,
             "dtype": str(runner.dtype).removeprefix("torch."),
             "device": str(runner.device),
-            "attention": runner.config._attn_implementation,
             "slots": self._slots,
             "max_context": self._max_context,
             "max_resident": self._resident.max_resident,
             "kv_cache_bytes": runner.cache.nbytes,
+            **runner.forward.describe(),
             "linear_modules": len(runner.linears),
             "adapter_targets": len(self._matched[self.serving]) if self.serving else 0,
         }
@@ -241,6 +240,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Let go of the model and its memory; the engine cannot be used afterwards."""
+        self._runner.forward.close()
         del self._runner
         self._waiting.clear()
         self._attempts.clear()
@@ -248,11 +248,10 @@ class TorchEngine:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def _admit(self, serving: PolicyId) -> None:
-        """Start waiting requests in waves. A wave costs about one step whatever its size, so it is due when the rows
-        that stood idle for want of it have lost a step's worth of work, or nothing runs at all."""
+        """Start waiting requests in waves, whose cost hardly depends on their size; at once when nothing else runs."""
         count = min(self._slots - len(self._attempts), len(self._waiting))
         self._idle_row_steps = self._idle_row_steps + count if count else 0
-        if not count or (self._attempts and self._idle_row_steps < self._slots):
+        if not count or (self._attempts and self._idle_row_steps < WAVE_STEPS * self._slots):
             return
         self._idle_row_steps = 0
         wave = [self._waiting.pop(key) for key in list(self._waiting)[:count]]
@@ -278,11 +277,7 @@ class TorchEngine:
         """Fill a row and a seat for a request that starts."""
         request = attempt.request
         prompt, temperature = request.prompt, request.sampling.temperature
-        seat = self._free_seats.pop()
-        self._sequences[seat, : len(prompt)] = prompt
-        greedy = temperature == 0
-        if not greedy:
-            self._uniforms[seat, : attempt.limit] = request_uniforms(request.seed, attempt.limit)
+        seat, greedy = self._seats.take(request, attempt.limit), temperature == 0
         self._rows[row] = (
             seat, 1, serial, serial, len(prompt), prompt[-1], 0, attempt.limit,
             1.0 if greedy else temperature, greedy, 1,
@@ -310,25 +305,20 @@ class TorchEngine:
             self._rows["stale"][target] = 0
 
     def _refresh(self) -> None:
-        """Compute the KV cache of rows that lack it, each distinct sequence once, and sample their next token."""
+        """Compute the KV cache of rows that lack it, and sample their next token."""
         if not self._live("stale").any():
             return
         stale = np.flatnonzero(self._live("stale"))
-        logits = []
+        draws, parts = self._draws(stale), []
         for serial, start, end in policy_ranges(self._rows["policy"][stale]):
-            groups: dict[bytes, PrefillSequence] = {}
-            for row in stale[start:end].tolist():
-                tokens = self._sequences[self._rows["seat"][row], : self._rows["length"][row]]
-                group = groups.setdefault(tokens.tobytes(), PrefillSequence(tokens, []))
-                group.rows.append(row)
-            sequences = list(groups.values())
-            distinct = self._runner.prefill(self._slot_of_serial(serial), sequences)
-            index_of_row = {row: i for i, group in enumerate(sequences) for row in group.rows}
-            members = [index_of_row[row] for row in stale[start:end].tolist()]
-            logits.append(distinct[torch.tensor(members, device=distinct.device)])
+            rows = stale[start:end]
+            seats = zip(self._rows["seat"][rows].tolist(), self._rows["length"][rows].tolist(), strict=True)
+            sequences = [self._seats.sequence(seat, length) for seat, length in seats]
+            slot = self._slot_of_serial(serial)
+            parts.append(self._runner.prefill(slot, sequences, rows, draws.part(start, end)))
         self._rows["stale"][stale] = 0
         self._rows["prompt_policy"][stale] = self._rows["policy"][stale]
-        self._advance(stale, torch.cat(logits))
+        self._record(stale, np.concatenate(parts, axis=1))
 
     def _decode(self) -> None:
         """One token for every row."""
@@ -338,15 +328,15 @@ class TorchEngine:
         if self._needs_arranging():
             self._arrange()
         rows = self._rows[: self._n]
-        logits = [
+        tokens, positions, draws = rows["token"], rows["length"] - 1, self._draws(np.arange(self._n))
+        parts = [
             self._runner.decode(
-                self._slot_of_serial(serial), start, rows["token"][start:end], rows["length"][start:end] - 1
+                self._slot_of_serial(serial), start, tokens[start:end], positions[start:end], draws.part(start, end)
             )
             for serial, start, end in policy_ranges(rows["policy"])
         ]
         alive = np.flatnonzero(rows["alive"])
-        whole = torch.cat(logits) if len(logits) > 1 else logits[0]
-        self._advance(alive, whole if len(alive) == len(whole) else whole[torch.from_numpy(alive).to(whole.device)])
+        self._record(alive, np.concatenate(parts, axis=1)[:, alive])
 
     def _needs_arranging(self) -> bool:
         alive, ranges = self._live("alive"), list(policy_ranges(self._live("policy")))
@@ -355,26 +345,21 @@ class TorchEngine:
         idle_range = dead > 0 and not all(alive[start:end].any() for _, start, end in ranges)
         return self._split or idle_range or dead > MAX_DEAD_SHARE * self._n
 
-    def _advance(self, index: IntArray, logits: torch.Tensor) -> None:
-        """Sample from the logits of rows `index`, record, and end the requests that are done."""
+    def _draws(self, index: IntArray) -> Draws:
+        """What decides the next token of rows `index`, besides the logits."""
         rows = self._rows[index]
-        seats, produced, lengths = rows["seat"], rows["produced"], rows["length"]
-        inputs = np.stack((rows["temperature"], rows["greedy"], self._uniforms[seats, produced]))
-        temperature, greedy, uniforms = torch.from_numpy(inputs).to(logits.device)
-        sampled = sample(logits, temperature.float(), greedy.bool() if rows["greedy"].any() else None, uniforms)
-        # Ids and float32 are exact in float64, so one transfer brings both to the host.
-        tokens, logprobs = torch.stack([part.double() for part in sampled]).cpu().numpy()
-        ids = tokens.astype(np.int64)
+        return Draws(rows["temperature"], rows["greedy"], self._seats.uniforms(rows["seat"], rows["produced"]))
 
-        self._logprobs[seats, produced] = logprobs
-        self._stamps[seats, produced] = rows["policy"]
-        self._sequences[seats, lengths] = ids
+    def _record(self, index: IntArray, sampled: Sampled) -> None:
+        """Write down what was sampled for rows `index`, and end the requests that are done."""
+        rows = self._rows[index]
+        ids, produced = sampled[0].astype(np.int64), rows["produced"] + 1
+        self._seats.record(rows, ids, sampled[1])
         self._rows["token"][index] = ids
-        self._rows["length"][index] = lengths + 1
-        self._rows["produced"][index] = produced + 1
-
+        self._rows["length"][index] = rows["length"] + 1
+        self._rows["produced"][index] = produced
         stopped = self._is_stop[ids]
-        for i in np.flatnonzero(stopped | (produced + 1 >= rows["limit"])).tolist():
+        for i in np.flatnonzero(stopped | (produced >= rows["limit"])).tolist():
             self._end(int(index[i]), "stop" if stopped[i] else "length")
 
     def _end(self, row: int, finish: Finish) -> None:
@@ -382,21 +367,12 @@ class TorchEngine:
         seat, length, produced = (int(self._rows[name][row]) for name in ("seat", "length", "produced"))
         attempt = self._attempts.pop(seat)
         del self._seat_of[attempt.request.key]
-        now = time.monotonic()
-        self._finished.append(
-            Completion(
-                attempt.request.key,
-                self._sequences[seat, length - produced : length].copy(),
-                self._logprobs[seat, :produced].copy(),
-                self._version_runs(self._stamps[seat, :produced]),
-                finish,
-                attempt.started - attempt.submitted,
-                now - attempt.started,
-            )
-        )
+        tokens, logprobs, stamps = self._seats.leave(seat, length, produced)
+        queued_s, sampling_s = attempt.started - attempt.submitted, time.monotonic() - attempt.started
+        runs = self._version_runs(stamps)
+        self._finished.append(Completion(attempt.request.key, tokens, logprobs, runs, finish, queued_s, sampling_s))
         if attempt.policy is not None:
             self._resident.release(attempt.policy)
-        self._free_seats.append(seat)
         self._rows["alive"][row] = self._rows["stale"][row] = 0
 
     def _version_runs(self, stamps: IntArray) -> tuple[VersionRun, ...]:
@@ -422,11 +398,3 @@ class TorchEngine:
 
     def _slot_of_serial(self, serial: int) -> int:
         return self._resident.slot(self._installed[serial])
-
-    def _stop_table(self, stop_tokens: Collection[int] | None) -> npt.NDArray[np.bool_]:
-        table = np.zeros(self._runner.vocab, dtype=bool)
-        for token in end_tokens(self._runner.model) if stop_tokens is None else stop_tokens:
-            if not 0 <= token < len(table):
-                raise EngineError(f"stop token {token} is outside the model's vocabulary of {len(table)}")
-            table[token] = True
-        return table

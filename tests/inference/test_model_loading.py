@@ -50,7 +50,8 @@ def test_describe_and_capabilities_tell_what_runs(qwen):
     assert facts["model_type"] == "qwen3"
     assert facts["dtype"] == "float32"
     assert facts["adapter_targets"] == 14
-    # keys and values, 2 layers, 4 slots, 2 heads, 48 positions, 8 dims, 4 bytes
-    assert facts["kv_cache_bytes"] == 2 * 2 * 4 * 2 * 48 * 8 * 4
+    # keys and values, 2 layers, 4 slots, 2 heads, 48 positions and a spare one, 8 dims, 4 bytes
+    assert facts["kv_cache_bytes"] == 2 * 2 * 4 * 2 * 49 * 8 * 4
+    assert (facts["forward"], facts["decode"]) == ("dense", "eager")
     assert engine.capabilities.in_flight == {"finish", "continue", "recompute"}
     assert engine.capabilities.resident_versions == 3

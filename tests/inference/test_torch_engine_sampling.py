@@ -77,10 +77,14 @@ def test_a_group_shares_its_prompt_and_its_members_differ_by_seed(qwen, finish_a
 def test_late_members_of_a_group_copy_the_prompt_of_a_running_one(qwen, finish_all, monkeypatch):
     engine = qwen.engine(slots=2)
     prefilled = []
-    prefill = engine._runner.prefill
-    monkeypatch.setattr(
-        engine._runner, "prefill", lambda slot, sequences: prefilled.append(len(sequences)) or prefill(slot, sequences)
-    )
+    forward = engine._runner.forward
+    prefill = forward.prefill
+
+    def counted(slot, ids, *rest):
+        prefilled.append(len(ids))
+        return prefill(slot, ids, *rest)
+
+    monkeypatch.setattr(forward, "prefill", counted)
     for i, new in enumerate((30, 2, 2, 2)):
         engine.submit(qwen.request(i, length=6, new=new, prompt_seed=1))
     done = finish_all(engine)

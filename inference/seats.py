@@ -1,0 +1,71 @@
+"""The buffers of running requests: tokens, log-probabilities, stamps and random numbers, all on the host.
+
+A request keeps its seat from start to end, while its row in the batch changes as others end. All seats are arrays, so
+that what a step sampled for all rows is written down at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from inference.engine import Request
+from inference.rows import IntArray
+from inference.sampling import request_uniforms
+
+
+class Taken(NamedTuple):
+    """What a seat holds of a request's answer: tokens int32[m], logprobs float32[m], stamps int64[m]."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    stamps: IntArray
+
+
+class Seats:
+    """`seats` requests of at most `positions` tokens each, prompt included."""
+
+    def __init__(self, seats: int, positions: int) -> None:
+        self._free = list(range(seats))
+        self._sequences = np.zeros((seats, positions), dtype=np.int32)
+        self._logprobs = np.zeros((seats, positions), dtype=np.float32)
+        self._stamps = np.zeros((seats, positions), dtype=np.int64)
+        self._uniforms = np.zeros((seats, positions), dtype=np.float64)
+
+    def take(self, request: Request, limit: int) -> int:
+        """A free seat, now of this request of at most `limit` new tokens."""
+        seat = self._free.pop()
+        self._sequences[seat, : len(request.prompt)] = request.prompt
+        if request.sampling.temperature:
+            self._uniforms[seat, :limit] = request_uniforms(request.seed, limit)
+        return seat
+
+    def leave(self, seat: int, length: int, produced: int) -> Taken:
+        """Free a seat that holds `length` tokens, the last `produced` of them new; returns copies of what is new."""
+        self._free.append(seat)
+        return Taken(
+            self._sequences[seat, length - produced : length].copy(),
+            self._logprobs[seat, :produced].copy(),
+            self._stamps[seat, :produced].copy(),
+        )
+
+    def sequence(self, seat: int, length: int) -> npt.NDArray[np.int32]:
+        """Prompt and answer so far, a view."""
+        return self._sequences[seat, :length]
+
+    def uniforms(self, seats: IntArray, produced: IntArray) -> npt.NDArray[np.float64]:
+        """The random number for new token `produced` of each seat."""
+        numbers: npt.NDArray[np.float64] = self._uniforms[seats, produced]
+        return numbers
+
+    def record(
+        self, rows: np.ndarray[Any, np.dtype[np.void]], tokens: IntArray, logprobs: npt.NDArray[np.float64]
+    ) -> None:
+        """Write down one new token for each of `rows` (records of ROW_DTYPE, as they were before it), stamped with
+        the policy whose forward made it."""
+        seats, produced = rows["seat"], rows["produced"]
+        self._sequences[seats, rows["length"]] = tokens
+        self._logprobs[seats, produced] = logprobs
+        self._stamps[seats, produced] = rows["policy"]
