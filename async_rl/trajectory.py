@@ -69,7 +69,8 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        return self.n_tokens * BYTES_PER_TOKEN + sum(extra.nbytes for extra in self.extras)
+        nbytes = self.n_tokens * BYTES_PER_TOKEN
+        return nbytes + sum(extra.nbytes for extra in self.extras) if self.extras else nbytes
 
 
 class PositionReward(msgspec.Struct, frozen=True, array_like=True):
@@ -115,12 +116,14 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n_tokens(self) -> int:
-        return sum(segment.n_tokens for segment in self.segments)
+        return sum([segment.n_tokens for segment in self.segments])
 
     @property
     def versions(self) -> tuple[VersionRun, ...]:
         """Version runs over the sampled tokens of all segments."""
-        return tuple(run for segment in self.segments for run in segment.versions)
+        if len(self.segments) == 1:
+            return self.segments[0].versions
+        return tuple([run for segment in self.segments for run in segment.versions])
 
 
 class SegmentArrays(NamedTuple):
@@ -146,17 +149,17 @@ class Segment(NamedTuple):
 def pack_segments(segments: Sequence[Segment]) -> tuple[tuple[SegmentHeader, ...], memoryview]:
     """Headers and the one binary field of `Trajectory`."""
     headers = []
-    parts: list[bytes] = []
+    parts: list[memoryview] = []
     for segment in segments:
         extras = []
         parts += [
-            segment.tokens.astype("<i4", copy=False).tobytes(),
-            segment.logprobs.astype("<f4", copy=False).tobytes(),
-            segment.mask.astype("|u1", copy=False).tobytes(),
+            np.ascontiguousarray(segment.tokens, "<i4").data,
+            np.ascontiguousarray(segment.logprobs, "<f4").data,
+            np.ascontiguousarray(segment.mask, "|u1").data,
         ]
         for name, array in segment.extras.items():
             extras.append(Extra(name, array.dtype.str, tuple(array.shape)))
-            parts.append(np.ascontiguousarray(array).tobytes())
+            parts.append(np.ascontiguousarray(array).data)
         headers.append(SegmentHeader(len(segment.tokens), segment.finish, segment.versions, tuple(extras)))
     return tuple(headers), memoryview(b"".join(parts))
 
@@ -183,27 +186,36 @@ def segment_arrays(trajectory: Trajectory) -> list[SegmentArrays]:
 
 def check_header(trajectory: Trajectory) -> None:
     """Sizes, shapes, dtypes and counts against the bytes present; costs no allocation. Raises TrajectoryError."""
-    name = trajectory.attempt
     if trajectory.status == "ok":
         if not trajectory.segments:
-            raise TrajectoryError(f"attempt {name}: no segments")
+            raise TrajectoryError(f"attempt {trajectory.attempt}: no segments")
         if not math.isfinite(trajectory.reward):
-            raise TrajectoryError(f"attempt {name}: reward is {trajectory.reward}")
+            raise TrajectoryError(f"attempt {trajectory.attempt}: reward is {trajectory.reward}")
+    declared = 0
     for header in trajectory.segments:
         if header.n_tokens < 1:
-            raise TrajectoryError(f"attempt {name}: a segment of {header.n_tokens} tokens")
-        if any(run.count < 1 or run.version < 0 for run in header.versions):
-            raise TrajectoryError(f"attempt {name}: a version run with a count below 1 or a negative version")
+            raise TrajectoryError(f"attempt {trajectory.attempt}: a segment of {header.n_tokens} tokens")
+        for run in header.versions:
+            if run.count < 1 or run.version < 0:
+                raise TrajectoryError(
+                    f"attempt {trajectory.attempt}: a version run with a count below 1 or a negative version"
+                )
         for extra in header.extras:
-            if extra.dtype not in EXTRA_DTYPES:
-                raise TrajectoryError(f"attempt {name}: extra {extra.name!r} has dtype {extra.dtype!r}")
-            # A dimension of 0 would let another be as large as it likes without a byte being there.
-            fits = 1 <= len(extra.shape) <= MAX_EXTRA_DIMENSIONS and min(extra.shape) >= 1
-            if not fits or extra.shape[0] != header.n_tokens:
-                raise TrajectoryError(f"attempt {name}: extra {extra.name!r} has shape {extra.shape}")
-    declared = sum(header.nbytes for header in trajectory.segments)
+            _check_extra(trajectory.attempt, header.n_tokens, extra)
+        declared += header.nbytes
     if declared != trajectory.arrays.nbytes:
-        raise TrajectoryError(f"attempt {name}: {declared} bytes declared, {trajectory.arrays.nbytes} received")
+        raise TrajectoryError(
+            f"attempt {trajectory.attempt}: {declared} bytes declared, {trajectory.arrays.nbytes} received"
+        )
+
+
+def _check_extra(attempt: str, n_tokens: int, extra: Extra) -> None:
+    if extra.dtype not in EXTRA_DTYPES:
+        raise TrajectoryError(f"attempt {attempt}: extra {extra.name!r} has dtype {extra.dtype!r}")
+    # A dimension of 0 would let another be as large as it likes without a byte being there.
+    fits = 1 <= len(extra.shape) <= MAX_EXTRA_DIMENSIONS and min(extra.shape) >= 1
+    if not fits or extra.shape[0] != n_tokens:
+        raise TrajectoryError(f"attempt {attempt}: extra {extra.name!r} has shape {extra.shape}")
 
 
 def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None) -> None:

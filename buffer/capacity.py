@@ -27,9 +27,10 @@ class Credit:
         self.reserved_bytes = 0
         self.ready_bytes = 0
 
-    def admits(self, trainer_needs_it: bool) -> bool:
-        """Whether a ticket without a reservation may be leased; `trainer_needs_it` is the exemption above."""
-        return trainer_needs_it or fits(self.reserved_bytes, self.ready_bytes, self.group_bytes, self.capacity_bytes)
+    @property
+    def admits_one_more(self) -> bool:
+        """Whether a ticket without a reservation may be leased, the exemption above apart."""
+        return fits(self.reserved_bytes, self.ready_bytes, self.group_bytes, self.capacity_bytes)
 
     def reserve(self) -> None:
         self.reserved_bytes += self.group_bytes

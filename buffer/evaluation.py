@@ -14,8 +14,11 @@ from collections.abc import Iterable
 from async_rl.version import PolicyId
 from async_rl.wire.messages import SamplingParams
 from buffer.events import EvalFinished, EvalRequested
+from buffer.leases import EvalLease
 from buffer.ledger import EVALUATION, Ledger
 from buffer.nodes import Node
+
+ONLY_SAMPLE = 0b1  # the mask of an evaluation lease's samples
 
 
 def eval_room(slots: int, eval_share: float) -> int:
@@ -93,34 +96,34 @@ class Evaluations:
         instance = self.current.pending.popleft()
         return next(iter(nodes.values())), instance, self.current.tries.get(instance, 0)
 
-    def granted(self, node: Node, lease: int) -> None:
+    def granted(self, lease: EvalLease) -> None:
         assert self.current is not None
-        self.current.leases.add(lease)
-        self.ledger.issue((lease, 0))
-        node.eval_open += 1
-        self.offer(node)
+        self.current.leases.add(lease.lease)
+        self.ledger.issue(lease, ONLY_SAMPLE)
+        lease.holder.eval_open += 1
+        self.offer(lease.holder)
 
-    def evaluated(self, node: Node, lease: int, reward: float) -> None:
-        self._close(node, lease, "evaluated")
+    def evaluated(self, lease: EvalLease, reward: float) -> None:
+        self._close(lease, "evaluated")
         assert self.current is not None
         self.current.rewards.append(reward)
 
-    def dropped(self, node: Node, lease: int, instance: int, reason: str) -> None:
+    def dropped(self, lease: EvalLease, reason: str) -> None:
         """Taken back, through no fault of its own: leased again as it was."""
-        self._close(node, lease, f"dropped.{reason}")
+        self._close(lease, f"dropped.{reason}")
         assert self.current is not None
-        self.current.pending.appendleft(instance)
+        self.current.pending.appendleft(lease.instance)
 
-    def failed(self, node: Node, lease: int, instance: int, reason: str) -> None:
+    def failed(self, lease: EvalLease, reason: str) -> None:
         """Refused, or failed or given up by its node: costs a try, and at max_tries the instance is counted as
         cancelled, never as reward 0."""
         current = self.current
         assert current is not None
-        current.tries[instance] = current.tries.get(instance, 0) + 1
-        if current.tries[instance] < self._max_tries:
-            self.dropped(node, lease, instance, reason)
+        current.tries[lease.instance] = current.tries.get(lease.instance, 0) + 1
+        if current.tries[lease.instance] < self._max_tries:
+            self.dropped(lease, reason)
         else:
-            self._close(node, lease, f"dropped.{reason}")
+            self._close(lease, f"dropped.{reason}")
             current.cancelled += 1
 
     def due(self, now: float) -> bool:
@@ -142,9 +145,9 @@ class Evaluations:
         self._serving.clear()
         self._others.clear()
 
-    def _close(self, node: Node, lease: int, end: str) -> None:
+    def _close(self, lease: EvalLease, end: str) -> None:
         assert self.current is not None
-        self.current.leases.remove(lease)
-        self.ledger.move((lease, 0), "leased", end)
-        node.eval_open -= 1
-        self.offer(node)
+        self.current.leases.remove(lease.lease)
+        self.ledger.move(lease, ONLY_SAMPLE, "leased", end)
+        lease.holder.eval_open -= 1
+        self.offer(lease.holder)

@@ -14,8 +14,9 @@ from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import BatchGroup, Disposition, Lease, Progress, SamplingParams
 
 
-class Event(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of what happens."""
+class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of what happens. Events and effects are no concern of the garbage collector: they cannot be part of a cycle,
+    and there are several for each trajectory."""
 
 
 class NodeJoined(Event, frozen=True, tag=True, array_like=True):
@@ -55,7 +56,7 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     reward: float
     versions: tuple[VersionRun, ...]
     n_tokens: int
-    payload: bytes
+    payload: bytes | memoryview
     problem: str = ""
 
 
@@ -108,7 +109,7 @@ AnyEvent = (
 )  # fmt: skip
 
 
-class Effect(msgspec.Struct, frozen=True):
+class Effect(msgspec.Struct, frozen=True, gc=False):
     """Base of what the rules decide."""
 
 
@@ -129,7 +130,7 @@ class LendBatch(Effect, frozen=True):
     batch: int
     for_version: int
     groups: tuple[BatchGroup, ...]
-    payloads: tuple[bytes, ...]
+    payloads: tuple[bytes | memoryview, ...]
 
 
 class EvalFinished(Effect, frozen=True):

@@ -15,64 +15,80 @@ together; at `max_tries` the run ends, so that a broken task or node cannot loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
 
 from async_rl.version import is_stale
 from async_rl.wire.messages import BatchGroup, Progress
 from buffer.admission import TicketQueue
 from buffer.capacity import Credit
-from buffer.leases import train_instance
-from buffer.ledger import TRAINING, Ledger
+from buffer.leases import Held, LeaseRecord, train_instance
+from buffer.ledger import TRAINING, Ledger, mask_of, members
 from buffer.order import Order
 from buffer.rules import OnShortGroup, Rules, ZeroVariance
 
 Verdict = Literal["incomplete", "ready", "zero_variance", "short_group"]
 
-
-class Held(NamedTuple):
-    """A good attempt, held here: `oldest` is the version of its oldest sampled token; `arrived` the batches confirmed
-    when it came, `since` the time."""
-
-    lease: int
-    reward: float
-    oldest: int
-    payload: bytes
-    arrived: int
-    since: float
+NO_RETRIES: Mapping[int, int] = MappingProxyType({})
 
 
 class Group:
+    """A ticket's present try. `missing_mask` has a bit for each sample that waits to be leased; what is leased or held
+    is with the `leases` of this try, so that a result touches its lease alone, and the group only when the lease is
+    closed. There may be a million of these."""
+
     __slots__ = (
-        "failed", "good", "instance", "leased_at", "missing", "out", "ready", "reserved", "retries", "ticket", "try_",
+        "failed", "instance", "leased_at", "leases", "missing_mask", "open_leases", "payload_bytes", "ready",
+        "reserved", "retries", "ticket", "try_",
     )  # fmt: skip
 
     def __init__(self, ticket: int, try_: int, instance: int, group_size: int, leased_at: float) -> None:
         self.ticket = ticket
         self.leased_at = leased_at  # the first time
+        self.reserved = False
+        self.begin(try_, instance, group_size)
+
+    def begin(self, try_: int, instance: int, group_size: int) -> None:
+        """A try: all samples are missing."""
         self.try_ = try_
         self.instance = instance
-        self.missing = set(range(group_size))
-        self.out = 0  # samples leased
-        self.good: dict[int, Held] = {}
-        self.failed: set[int] = set()  # given up, unless on_short_group is retry
-        self.retries: dict[int, int] = {}
+        self.missing_mask = (1 << group_size) - 1
+        self.open_leases = 0
+        self.leases: tuple[LeaseRecord, ...] = ()
+        self.failed: tuple[int, ...] = ()  # given up, unless on_short_group is retry
+        self.retries: Mapping[int, int] = NO_RETRIES
+        self.payload_bytes = 0  # once it is ready
         self.ready = False
-        self.reserved = False
 
     @property
-    def payload_bytes(self) -> int:
-        return sum(len(held.payload) for held in self.good.values())
+    def missing(self) -> tuple[int, ...]:
+        """The samples that wait to be leased."""
+        return members(self.missing_mask)
+
+    @property
+    def out(self) -> int:
+        """How many samples are leased."""
+        return sum(record.leased.bit_count() for record in self.leases)
+
+    @property
+    def good(self) -> dict[int, Held]:
+        """The good attempts, by sample, in order."""
+        held = {each.sample: each for record in self.leases for each in record.held}
+        return {sample: held[sample] for sample in sorted(held)}
 
 
 def verdict(group: Group, on_short_group: OnShortGroup, zero_variance: ZeroVariance) -> Verdict:
-    """What a group is, now that one of its samples was closed."""
-    if group.missing or group.out:
+    """What a group is, now that one of its leases was closed."""
+    if group.open_leases or group.missing_mask:
         return "incomplete"
     if group.failed and (on_short_group == "drop" or len(group.good) < 2):
         return "short_group"
-    if zero_variance == "refill" and len(group.good) > 1 and len({held.reward for held in group.good.values()}) == 1:
-        return "zero_variance"
+    if zero_variance == "refill":
+        rewards = [held.reward for held in group.good.values()]
+        if len(rewards) > 1 and len(set(rewards)) == 1:
+            return "zero_variance"
     return "ready"
 
 
@@ -89,20 +105,26 @@ class Groups:
         self.credit = Credit(rules.capacity_bytes, rules.group_bytes)
         self.by_ticket: dict[int, Group] = {}
         self.exhausted = ""
-        # Attempts held, by the version of their oldest token: what the sweep looks at, and nothing else.
-        self._by_age: dict[int, list[tuple[int, int, int]]] = {}
+        self._all_samples = tuple(range(rules.group_size))
+        self._all_mask = (1 << rules.group_size) - 1
+        # What the sweep looks at, and nothing else: tickets by a version that no token of one of their leases is older
+        # than, and these versions as a heap.
+        self._by_age: dict[int, list[int]] = {}
+        self._ages: list[int] = []
 
     # --- leasing -----------------------------------------------------------------------------------------------------
 
     def has_credit(self, ticket: int) -> bool:
         """Whether capacity lets `ticket` be leased (see buffer.capacity for the exemption)."""
+        if self.credit.admits_one_more:
+            return True
         group = self.by_ticket.get(ticket)
         if group is not None and group.reserved:
             return True
-        return self.credit.admits(not self.order.batch_ready and ticket == self.order.oldest_unsettled())
+        return not self.order.batch_ready and ticket == self.order.oldest_unsettled()
 
-    def lease_lowest(self, now: float) -> tuple[Group, list[int]]:
-        """Take the queue's lowest ticket; all its missing samples, in order, are the caller's to lease."""
+    def take_lowest(self, now: float) -> Group:
+        """Take the queue's lowest ticket; all its missing samples are the caller's to lease."""
         ticket = self.queue.take()
         group = self.by_ticket.get(ticket)
         if group is None:
@@ -110,10 +132,21 @@ class Groups:
         if not group.reserved:
             self.credit.reserve()
             group.reserved = True
-        samples = sorted(group.missing)
-        group.missing.clear()
-        group.out += len(samples)
-        return group, samples
+        return group
+
+    def lease(self, group: Group, record: LeaseRecord) -> tuple[int, ...]:
+        """All missing samples of the group go out under this lease."""
+        mask = group.missing_mask
+        samples = self._all_samples if mask == self._all_mask else members(mask)
+        group.missing_mask = 0
+        group.open_leases += 1
+        if group.leases:
+            group.leases = (*[each for each in group.leases if each.leased or each.ready], record)
+        else:
+            group.leases = (record,)
+        self.ledger.issue(record, mask)
+        self.enter_age(group.ticket, record.min_version)
+        return samples
 
     def _make(self, ticket: int, try_: int, now: float) -> Group:
         group = Group(ticket, try_, train_instance(self._rules.run_seed, ticket, try_), self._rules.group_size, now)
@@ -123,41 +156,46 @@ class Groups:
 
     # --- closing attempts --------------------------------------------------------------------------------------------
 
-    def accept(self, ticket: int, sample: int, held: Held) -> None:
-        """A good result."""
-        group = self.by_ticket[ticket]
-        self.ledger.move((held.lease, sample), "leased", "ready")
-        group.out -= 1
-        group.good[sample] = held
-        self._by_age.setdefault(held.oldest, []).append((ticket, sample, held.lease))
-        self._settle(group)
+    def accept(self, record: LeaseRecord, samples: int) -> None:
+        """Good results: they lie in `record.held` already."""
+        self.ledger.move(record, samples, "leased", "ready")
 
-    def give_back(self, ticket: int, lease: int, sample: int, why: Literal["node_lost", "cancelled", "stale"]) -> None:
-        """An attempt ended through no fault of the sample: leased again as it was."""
-        group = self.by_ticket[ticket]
-        self.ledger.move((lease, sample), "leased", f"dropped.{why}")
-        group.out -= 1
-        self._miss(group, sample)
+    def give_back(self, record: LeaseRecord, samples: int, why: Literal["node_lost", "cancelled", "stale"]) -> None:
+        """Attempts ended through no fault of the samples: leased again as they were."""
+        self.ledger.move(record, samples, "leased", f"dropped.{why}")
+        self._miss(self.by_ticket[record.ticket], samples)
 
     def fail(
-        self, ticket: int, lease: int, sample: int, why: Literal["env_failed", "refused", "cancelled"], detail: str
+        self, record: LeaseRecord, sample: int, why: Literal["env_failed", "refused", "cancelled"], detail: str
     ) -> None:
         """An attempt failed on its node ("cancelled": the node gave it up): retried with a new seed, unless short
         groups are to be dropped or accepted and it was the environment that failed. Anything else says nothing about
         the instance, so it is always retried. Each costs a try: what always fails must not go round for ever."""
-        group = self.by_ticket[ticket]
-        self.ledger.move((lease, sample), "leased", f"dropped.{why}")
-        group.out -= 1
+        group = self.by_ticket[record.ticket]
+        self.ledger.move(record, 1 << sample, "leased", f"dropped.{why}")
         if why == "env_failed" and self._rules.on_short_group != "retry":
-            group.failed.add(sample)
-            self._settle(group)
+            group.failed += (sample,)
             return
-        group.retries[sample] = group.retries.get(sample, 0) + 1
-        self._check_tries(group, group.try_ + group.retries[sample], f"sample {sample}: {why}: {detail}")
-        self._miss(group, sample)
+        retry = group.retries.get(sample, 0) + 1
+        group.retries = {**group.retries, sample: retry}
+        self._check_tries(group, group.try_ + retry, f"sample {sample}: {why}: {detail}")
+        self._miss(group, 1 << sample)
 
-    def _miss(self, group: Group, sample: int) -> None:
-        group.missing.add(sample)
+    def lease_closed(self, record: LeaseRecord) -> None:
+        """Nothing is owed under this lease any more: what is the group now?"""
+        group = self.by_ticket[record.ticket]
+        group.open_leases -= 1
+        outcome = verdict(group, self._rules.on_short_group, self._rules.zero_variance)
+        if outcome == "ready":
+            group.ready, group.reserved = True, False
+            group.payload_bytes = sum([len(held.payload) for record in group.leases for held in record.held])
+            self.credit.became_ready(group.payload_bytes)
+            self.order.ready(group.ticket)
+        elif outcome != "incomplete":
+            self._renew(group, outcome)
+
+    def _miss(self, group: Group, samples: int) -> None:
+        group.missing_mask |= samples
         self.queue.reopen(group.ticket)
 
     def _check_tries(self, group: Group, tries: int, why: str) -> None:
@@ -167,28 +205,22 @@ class Groups:
                 f"(task instance {group.instance}, last {why}): look at the task, or raise buffer.max_tries"
             )
 
-    def _settle(self, group: Group) -> None:
-        """Act on the verdict after a sample was closed."""
-        outcome = verdict(group, self._rules.on_short_group, self._rules.zero_variance)
-        if outcome == "ready":
-            group.ready, group.reserved = True, False
-            self.credit.became_ready(group.payload_bytes)
-            self.order.ready(group.ticket)
-        elif outcome != "incomplete":
-            self._renew(group, outcome)
-
     def _renew(self, group: Group, why: Verdict) -> None:
         """Drop all attempts; the ticket starts again with another instance. Its reservation stays."""
-        for sample, held in group.good.items():
-            self.ledger.move((held.lease, sample), "ready", f"dropped.{why}")
-        group.good.clear()
-        group.failed.clear()
-        group.retries.clear()
-        group.try_ += 1
-        self._check_tries(group, group.try_, why)
-        group.instance = train_instance(self._rules.run_seed, group.ticket, group.try_)
-        group.missing = set(range(self._rules.group_size))
+        self._move_held([group], "ready", f"dropped.{why}")
+        try_ = group.try_ + 1
+        self._check_tries(group, try_, why)
+        group.begin(try_, train_instance(self._rules.run_seed, group.ticket, try_), self._rules.group_size)
         self.queue.reopen(group.ticket)
+
+    def _move_held(self, groups: Iterable[Group], start: Literal["ready", "batched"], end: str) -> None:
+        """All attempts of these groups that are at `start`."""
+        move = self.ledger.move
+        for group in groups:
+            for record in group.leases:
+                samples = record.ready if start == "ready" else record.batched
+                if samples:
+                    move(record, samples, start, end)
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 
@@ -197,10 +229,8 @@ class Groups:
         if not self.order.batch_ready:
             return None
         groups = [self.by_ticket[ticket] for ticket in self.order.draw()]
-        for group in groups:
-            self.credit.drawn(group.payload_bytes)
-            for sample, held in group.good.items():
-                self.ledger.move((held.lease, sample), "ready", "batched")
+        self._move_held(groups, "ready", "batched")
+        self.credit.drawn(sum([group.payload_bytes for group in groups]))
         return groups
 
     def spend(self, groups: Sequence[Group]) -> None:
@@ -208,44 +238,71 @@ class Groups:
         for group in groups:
             del self.by_ticket[group.ticket]
 
+    # --- age ---------------------------------------------------------------------------------------------------------
+
+    def enter_age(self, ticket: int, version: int) -> None:
+        """The sweep is to look at `ticket` when tokens of `version` have become too old."""
+        tickets = self._by_age.get(version)
+        if tickets is None:
+            tickets = self._by_age[version] = []
+            heapq.heappush(self._ages, version)
+        tickets.append(ticket)
+
     def sweep(self, version: int) -> None:
         """Drop held attempts too old for a step from `version`, and open their tickets again. This only saves work
         (the trainer enforces the bound); with K_a as configured admission leaves nothing to sweep. Costs what it
-        drops, and a look at each age held."""
+        drops, and a look at each ticket whose age has come."""
         reopened: list[int] = []
-        for age in [age for age in self._by_age if is_stale(version, age, self._rules.max_staleness)]:
-            for ticket, sample, lease in self._by_age.pop(age):
+        while self._ages and self._is_stale(version, self._ages[0]):
+            for ticket in self._by_age.pop(heapq.heappop(self._ages)):
                 group = self.by_ticket.get(ticket)
-                held = group.good.get(sample) if group is not None else None
-                if group is None or held is None or held.lease != lease:
-                    continue  # trained, or dropped for another reason
-                if group.ready:
-                    self.credit.no_longer_ready(group.payload_bytes)
-                    group.ready, group.reserved = False, True
+                if group is None or not group.leases:
+                    continue  # spent, or about to begin again
+                was_ready = group.ready
+                if self._drop_stale(group, version) and was_ready:
                     reopened.append(ticket)
-                self.ledger.move((lease, sample), "ready", "dropped.stale")
-                del group.good[sample]
-                self._miss(group, sample)
         if reopened:
             self.order.reopened(reopened)
 
+    def _is_stale(self, version: int, oldest: int) -> bool:
+        return is_stale(version, oldest, self._rules.max_staleness)
+
+    def _drop_stale(self, group: Group, version: int) -> bool:
+        """Whether there was anything to drop; what is left is looked at again when its own age has come."""
+        good = group.good
+        stale = {sample for sample, held in good.items() if self._is_stale(version, held.oldest)}
+        if len(stale) < len(good):
+            self.enter_age(group.ticket, min(held.oldest for sample, held in good.items() if sample not in stale))
+        if not stale:
+            return False
+        if group.ready:
+            self.credit.no_longer_ready(group.payload_bytes)
+            group.ready, group.reserved = False, True
+        for record in group.leases:
+            dropped = [held.sample for held in record.held if held.sample in stale]
+            if dropped:
+                self.ledger.move(record, mask_of(dropped), "ready", "dropped.stale")
+                record.held = tuple([held for held in record.held if held.sample not in stale])
+        self._miss(group, mask_of(stale))
+        return True
+
     # --- the end, and the beginning ----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Cancel every held attempt and free its payload; leased and lent ones are closed by those who know them.
+    def close(self, lent: Iterable[Group]) -> None:
+        """Cancel every attempt that is held or lent, and free its payload; those who know the leases have closed them.
         The tickets stay known as unspent, so that `open_tickets` remains true."""
+        self._move_held(lent, "batched", "dropped.cancelled")
+        self._move_held(self.by_ticket.values(), "ready", "dropped.cancelled")
         for group in self.by_ticket.values():
-            for sample, held in group.good.items():
-                self.ledger.move((held.lease, sample), "ready", "dropped.cancelled")
-            group.good.clear()
-            group.ready = group.reserved = False
+            group.begin(group.try_, group.instance, self._rules.group_size)
+            group.reserved = False
         self.queue.close()
         self.order = Order(self._rules.groups_per_step, self._rules.window)
         self.credit = Credit(self._rules.capacity_bytes, self._rules.group_bytes)
 
     def open_tickets(self) -> dict[int, int]:
-        """Unspent tickets that were made, with their try, in order."""
-        return {ticket: self.by_ticket[ticket].try_ for ticket in sorted(self.by_ticket)}
+        """Unspent tickets that were made, with their try, in order (they are made in rising order)."""
+        return {ticket: group.try_ for ticket, group in self.by_ticket.items()}
 
     def resume(self, progress: Progress, now: float) -> None:
         """Take up a checkpoint's tickets and totals; what was open is sampled anew."""
@@ -257,10 +314,9 @@ class Groups:
         self.order.resume_at(progress.next_ticket)
 
 
-def batch_group(group: Group, now: float) -> BatchGroup:
-    """How a group that is lent at `now` is named to the trainer."""
-    good = [group.good[sample] for sample in sorted(group.good)]
+def batch_group(group: Group, good: Sequence[Held], now: float) -> BatchGroup:
+    """How a group that is lent at `now` with these attempts is named to the trainer."""
     return BatchGroup(
-        group.ticket, group.try_, group.instance, len(good), tuple(held.arrived for held in good),
-        tuple(now - held.since for held in good), now - group.leased_at,
+        group.ticket, group.try_, group.instance, len(good), tuple([held.arrived for held in good]),
+        tuple([now - held.since for held in good]), now - group.leased_at,
     )  # fmt: skip

@@ -1,117 +1,192 @@
 """Leases: the right and duty of one node to produce some samples of one ticket before a deadline.
 
-Everything random about an attempt comes from (run seed, ticket, try, sample), so who samples it, and when, cannot
-change what is asked. A lost node's samples are leased again with the same seeds.
+Everything random about an attempt comes from (run seed, ticket, try, sample, retry), so who samples it, and when,
+cannot change what is asked. A lost node's samples are leased again with the same seeds.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from async_rl.version import PolicyId
+from buffer.ledger import Account, members
+from buffer.nodes import Node
 
 EVAL_TICKET = -1
+PAGE = 256  # leases; one that stays open for long keeps 4 kB from being freed
+WORDS = 8  # of 64 bits in one blake2b hash
+
+_words = struct.Struct(f"<{WORDS}Q").unpack
 
 
-def derive(*parts: int | str) -> int:
-    """A 63-bit number from its parts (blake2b), the same on every machine."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+def derive(text: str) -> int:
+    """A 63-bit number from a text (blake2b), the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def train_instance(run_seed: int, ticket: int, try_: int) -> int:
     """The task instance that all samples of a group share."""
-    return derive("instance", run_seed, ticket, try_)
+    return derive(f"instance/{run_seed}/{ticket}/{try_}")
 
 
-def train_seed(run_seed: int, ticket: int, try_: int, sample: int, retry: int) -> int:
-    """The whole random state of a training attempt. `retry` counts failures of this one sample: the instance stays,
-    the seed changes, lest the same failure come back."""
-    return derive("train", run_seed, ticket, try_, sample, retry)
+def train_seeds(
+    run_seed: int, ticket: int, try_: int, samples: Sequence[int], retries: Mapping[int, int]
+) -> tuple[int, ...]:
+    """63 bits for each of `samples` (rising): the whole random state of a training attempt. `retries` counts the
+    failures of a sample: the instance stays, the seed changes, lest the same failure come back."""
+    if retries:
+        return tuple([_seeds(run_seed, ticket, try_, retries.get(s, 0), s // WORDS)[s % WORDS] for s in samples])
+    seeds = _seeds(run_seed, ticket, try_, 0, 0)
+    for block in range(1, samples[-1] // WORDS + 1):
+        seeds += _seeds(run_seed, ticket, try_, 0, block)
+    return tuple([seeds[sample] for sample in samples] if len(samples) < len(seeds) else seeds)
+
+
+def _seeds(run_seed: int, ticket: int, try_: int, retry: int, block: int) -> list[int]:
+    """Those of samples 8 * block .. 8 * block + 7 after `retry` failures: one hash for all of them."""
+    text = f"train/{run_seed}/{ticket}/{try_}/{retry}/{block}"
+    return [word >> 1 for word in _words(hashlib.blake2b(text.encode()).digest())]
 
 
 def eval_seed(run_seed: int, instance: int, try_: int) -> int:
     """Independent of the policy, so that two evaluations ask the same."""
-    return derive("eval", run_seed, instance, try_)
+    return derive(f"eval/{run_seed}/{instance}/{try_}")
 
 
-class OpenLease:
-    """What is still owed: `samples` shrinks as results arrive. Evaluation leases have ticket EVAL_TICKET, a `policy`,
-    and the instance's number as `instance`."""
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """A good attempt, held here: `oldest` is the version of its oldest sampled token; `arrived` the batches confirmed
+    when it came, `since` the time."""
 
-    __slots__ = ("deadline", "instance", "lease", "min_version", "node", "policy", "samples", "ticket")
+    sample: int
+    reward: float
+    oldest: int
+    payload: bytes | memoryview
+    arrived: int
+    since: float
 
-    def __init__(
-        self,
-        lease: int,
-        node: str,
-        ticket: int,
-        instance: int,
-        samples: Iterable[int],
-        min_version: int,
-        deadline: float,
-        policy: PolicyId | None,
-    ) -> None:
+
+class LeaseRecord(Account):
+    """A lease, with what came of it, from the grant until all its attempts are at an end.
+
+    `leased` is the mask of what is still owed; while it is not 0 the lease is open. `holder` is the life of the node
+    that has it. `held` are its good attempts in the order of their arrival."""
+
+    __slots__ = ("held", "holder", "min_version", "ticket")
+
+    def __init__(self, lease: int, holder: Node, ticket: int, min_version: int) -> None:
         self.lease = lease
-        self.node = node
+        self.leased = self.ready = self.batched = 0
+        self.holder = holder
         self.ticket = ticket
-        self.instance = instance
-        self.samples = set(samples)
         self.min_version = min_version
-        self.deadline = deadline
+        self.held: tuple[Held, ...] = ()
+
+    @property
+    def node(self) -> str:
+        return self.holder.name
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """What is still owed."""
+        return members(self.leased)
+
+
+class EvalLease(LeaseRecord):
+    """Has the ticket EVAL_TICKET, and holds nothing: only its reward is kept, elsewhere."""
+
+    __slots__ = ("instance", "policy")
+
+    def __init__(self, lease: int, holder: Node, instance: int, policy: PolicyId) -> None:
+        super().__init__(lease, holder, EVAL_TICKET, policy.version)
+        self.instance = instance
         self.policy = policy
 
 
+class Page:
+    """PAGE leases in a row: those that are open, how many these are, and when each falls due."""
+
+    __slots__ = ("count", "deadlines", "records")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.records: list[LeaseRecord | None] = [None] * PAGE
+        self.deadlines = array("d", bytes(8 * PAGE))
+
+
 class Leases:
-    """All open leases. The time-out is one constant, so deadlines fall due in the order of granting: a queue."""
+    """All open leases. The time-out is one constant, so they fall due in the order of granting, which is that of their
+    numbers: no queue is needed, only how far it has been looked at.
+
+    A record is small and they lie in pages because there may be a million, and what a result costs then is the number
+    of places that it touches in memory which nobody has touched for long."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.next_lease = 0
-        self.open: dict[int, OpenLease] = {}
-        self._by_deadline: deque[OpenLease] = deque()
+        self._pages: dict[int, Page] = {}
+        self._looked_at = 0
 
-    def grant(
-        self,
-        node: str,
-        ticket: int,
-        instance: int,
-        samples: Iterable[int],
-        min_version: int,
-        now: float,
-        policy: PolicyId | None = None,
-    ) -> OpenLease:
-        lease = OpenLease(
-            self.next_lease, node, ticket, instance, samples, min_version, now + self.timeout, policy
-        )  # fmt: skip
-        self.next_lease += 1
-        self.open[lease.lease] = lease
-        self._drop_closed()
-        self._by_deadline.append(lease)
-        return lease
+    def grant(self, holder: Node, ticket: int, min_version: int, now: float) -> LeaseRecord:
+        """A training lease with an empty account: the ledger issues its attempts."""
+        return self._open(LeaseRecord(self.next_lease, holder, ticket, min_version), now)
 
-    def close_sample(self, lease: OpenLease, sample: int) -> bool:
-        """One sample is no longer owed; True when it was the lease's last."""
-        lease.samples.remove(sample)
-        if not lease.samples:
-            del self.open[lease.lease]
-        return not lease.samples
+    def grant_evaluation(self, holder: Node, instance: int, policy: PolicyId, now: float) -> EvalLease:
+        record = EvalLease(self.next_lease, holder, instance, policy)
+        self._open(record, now)
+        return record
 
-    def expired(self, now: float) -> list[OpenLease]:
-        """Open leases whose deadline has passed, oldest first; they stay open until their samples are closed."""
+    def _open(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        number = self.next_lease
+        page = self._pages.get(number // PAGE)
+        if page is None:
+            page = self._pages[number // PAGE] = Page()
+        page.count += 1
+        page.records[number % PAGE] = record
+        page.deadlines[number % PAGE] = now + self.timeout
+        self.next_lease = number + 1
+        return record
+
+    def find(self, lease: int) -> LeaseRecord | None:
+        """The lease, if it is open."""
+        page = self._pages.get(lease // PAGE)
+        return None if page is None else page.records[lease % PAGE]
+
+    def close(self, record: LeaseRecord) -> None:
+        """Nothing is owed under it any more."""
+        page = self._pages[record.lease // PAGE]
+        page.records[record.lease % PAGE] = None
+        page.count -= 1
+        if not page.count:
+            del self._pages[record.lease // PAGE]
+
+    @property
+    def open(self) -> dict[int, LeaseRecord]:
+        """All of them, oldest first. O(open): for people, and for the end."""
+        records = [record for number in sorted(self._pages) for record in self._pages[number].records]
+        return {record.lease: record for record in records if record is not None}
+
+    def expired(self, now: float) -> list[LeaseRecord]:
+        """Open leases whose deadline has passed, oldest first, each told of once; they stay open until they are
+        closed. Looks at every lease once in its life."""
         out = []
-        while self._by_deadline and (self._by_deadline[0].deadline <= now or not self._by_deadline[0].samples):
-            lease = self._by_deadline.popleft()
-            if lease.samples:
-                out.append(lease)
+        while self._looked_at < self.next_lease:
+            record = self.find(self._looked_at)
+            if record is not None:
+                if self._pages[record.lease // PAGE].deadlines[record.lease % PAGE] > now:
+                    break
+                out.append(record)
+            self._looked_at += 1
         return out
+
+    def resume_at(self, next_lease: int) -> None:
+        """Leases below were granted before a resume, and are closed."""
+        self.next_lease = self._looked_at = next_lease
 
     def was_issued(self, lease: int) -> bool:
         """Whether such a lease can ever have existed (in this run or before a resume)."""
         return 0 <= lease < self.next_lease
-
-    def _drop_closed(self) -> None:
-        while self._by_deadline and not self._by_deadline[0].samples:
-            self._by_deadline.popleft()

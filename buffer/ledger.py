@@ -4,16 +4,16 @@
     evaluation:  issued = leased + evaluated + sum(dropped.*)
 
 `leased` is with a node; `ready` is held here, whether its group is complete or not; `batched` is lent to the trainer.
-A re-lease is a new attempt. What is trained is trained for good: the ledger forgets an attempt's name when it reaches
-an end, so nothing can move it again. Results for closed or unknown attempts never come here; they are counted outside.
+A re-lease is a new attempt. What is trained is trained for good: the ledger forgets an attempt when it reaches an end,
+so nothing can move it again. Results for closed or unknown attempts never come here; they are counted outside.
+
+An attempt is (lease, sample). All attempts of a lease share one `Account`, and move together where they can: a set of
+samples is a bit mask, so that a whole group costs what one attempt costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-Attempt = tuple[int, int]
-"""(lease, sample)"""
+from collections.abc import Iterable, Mapping
 
 TRAINING: Mapping[str, tuple[str, ...]] = {
     "leased": (
@@ -31,35 +31,68 @@ class LedgerError(AssertionError):
     """A move that the rules do not know: a bug in the buffer, never a peer's fault."""
 
 
+def members(mask: int) -> tuple[int, ...]:
+    """The samples of a mask, in order: bit s is sample s."""
+    return tuple([sample for sample in range(mask.bit_length()) if mask >> sample & 1])
+
+
+def mask_of(samples: Iterable[int]) -> int:
+    """The reverse, for distinct samples."""
+    return sum([1 << sample for sample in samples])
+
+
+class Account:
+    """Where the attempts of one lease are: a mask of samples for each place that is not an end. Made by
+    `Ledger.issue`, changed by `Ledger.move`, and by nothing else."""
+
+    __slots__ = ("batched", "lease", "leased", "ready")
+
+    def __init__(self, lease: int) -> None:
+        self.lease = lease
+        self.leased = 0
+        self.ready = 0
+        self.batched = 0
+
+
 class Ledger:
-    """Counts by place, and the place of every attempt that is not at an end."""
+    """Counts by place."""
 
     def __init__(self, moves: Mapping[str, tuple[str, ...]]) -> None:
-        self._moves = {(start, end) for start, ends in moves.items() for end in ends}
+        self._moves = {(start, end): end in moves for start, ends in moves.items() for end in ends}
         self._open_places = frozenset(moves)
         places = [*moves, *sorted({end for ends in moves.values() for end in ends} - set(moves))]
         self._counts = dict.fromkeys(["issued", *places], 0)
-        self._place: dict[Attempt, str] = {}
 
-    def issue(self, attempt: Attempt) -> None:
-        """A new attempt, leased."""
-        if attempt in self._place:
-            raise LedgerError(f"attempt {attempt} is issued twice")
-        self._place[attempt] = "leased"
-        self._counts["issued"] += 1
-        self._counts["leased"] += 1
+    def issue(self, account: Account, samples: int) -> None:
+        """New attempts of a new lease, leased. Raises LedgerError when the lease had some before."""
+        if account.leased or account.ready or account.batched or samples <= 0:
+            raise LedgerError(f"attempts {members(samples)} of lease {account.lease} are issued twice, or are none")
+        account.leased = samples
+        count = samples.bit_count()
+        self._counts["issued"] += count
+        self._counts["leased"] += count
 
-    def move(self, attempt: Attempt, start: str, end: str) -> None:
-        """Raises LedgerError when the attempt is not at `start`, or the rules know no such move."""
-        place = self._place.get(attempt)
-        if place != start or (start, end) not in self._moves:
-            raise LedgerError(f"attempt {attempt}, {place or 'closed or unknown'}, cannot move from {start} to {end}")
-        if end in self._open_places:
-            self._place[attempt] = end
-        else:
-            del self._place[attempt]
-        self._counts[start] -= 1
-        self._counts[end] += 1
+    def move(self, account: Account, samples: int, start: str, end: str) -> None:
+        """Raises LedgerError when one of the attempts is not at `start`, or the rules know no such move; nothing has
+        changed then."""
+        there: int = getattr(account, start, 0)
+        stays_open = self._moves.get((start, end))
+        if stays_open is None or samples & ~there or not samples:
+            raise LedgerError(self._impossible(account, samples, start, end))
+        setattr(account, start, there ^ samples)
+        if stays_open:
+            setattr(account, end, getattr(account, end) | samples)
+        count = samples.bit_count()
+        self._counts[start] -= count
+        self._counts[end] += count
+
+    def _impossible(self, account: Account, samples: int, start: str, end: str) -> str:
+        places = {place: members(getattr(account, place)) for place in sorted(self._open_places)}
+        return (
+            f"attempts {account.lease}/{members(samples)} cannot move from {start} to {end}: of this lease, "
+            + ", ".join(f"{places[place] or 'none'} are {place}" for place in places)
+            + ", and the others closed or unknown"
+        )
 
     def counts(self) -> dict[str, int]:
         """A copy: `issued`, each place, and `dropped.<reason>`."""
@@ -70,7 +103,7 @@ class Ledger:
         return self._counts["issued"] == sum(self._counts.values()) - self._counts["issued"]
 
     def resume(self, counts: Mapping[str, int]) -> None:
-        """Totals of a checkpoint. What was open then is lost with its names: dropped as cancelled."""
+        """Totals of a checkpoint. What was open then is lost with its leases: dropped as cancelled."""
         for place, count in counts.items():
             target = "dropped.cancelled" if place in self._open_places else place
             self._counts[target] = self._counts.get(target, 0) + count

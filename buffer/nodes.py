@@ -86,10 +86,6 @@ class Nodes:
         node = self._nodes.get(name)
         return None if node is None or node.state == "gone" else node
 
-    def holder(self, name: str) -> Node:
-        """The node of an open lease, also while it is being lost."""
-        return self._nodes[name]
-
     def joined(self, name: str, slots: int) -> Node:
         """A node (again); close what an earlier one of that name held first."""
         node = Node(name, slots, "syncing" if self._anything_registered else "joining")
@@ -115,8 +111,10 @@ class Nodes:
     def granted(self, node: Node, samples: int) -> None:
         """The node goes to the end of its queue, so that groups spread over the nodes."""
         node.granted += samples
-        self._unfile(node)
-        self._file(node)
+        if node.wanted > node.granted and node.queued_under is not None:
+            self._queues[node.queued_under].move_to_end(node.name)
+        else:
+            self._file(node)
 
     def lost(self, node: Node, reason: str) -> None:
         self._unfile(node)
@@ -125,9 +123,12 @@ class Nodes:
 
     def newest_waiting(self) -> int | None:
         """The newest version that a node with unmet demand serves."""
-        while self._newest and not self._queues[-self._newest[0]]:
-            del self._queues[-heapq.heappop(self._newest)]
-        return -self._newest[0] if self._newest else None
+        newest = self._newest
+        while newest:
+            if self._queues[-newest[0]]:
+                return -newest[0]
+            del self._queues[-heapq.heappop(newest)]
+        return None
 
     def first_waiting(self, version: int) -> Node:
         return next(iter(self._queues[version].values()))
@@ -140,7 +141,9 @@ class Nodes:
 
     def _file(self, node: Node) -> None:
         """Into the queue of its version when it waits; a node that waits already keeps its place."""
-        version = node.version if node.state == "ready" and node.wanted > node.granted else None
+        version = None
+        if node.wanted > node.granted and node.state == "ready" and node.policy is not None:
+            version = node.policy.version
         if version == node.queued_under:
             return
         self._unfile(node)

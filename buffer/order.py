@@ -22,69 +22,102 @@ of version c may lease (were all below (c + 1) * B settled, B of them would lie 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
+
+UNSETTLED, READY, GONE = 0, 1, 2  # GONE from here: drawn or spent, or ready and filed elsewhere
 
 
 class Order:
-    """Tickets that were made and not drawn, as the draw sees them. O(log resident) for each ticket's step; only
-    `reopened` costs O(ready), and it happens only when a ready group turns out stale."""
+    """Tickets that were made and not drawn, as the draw sees them. They are made in rising order and s only rises, so
+    each ticket is passed once: O(1) a ticket but for those that overtake, O(log W). Only `reopened` costs O(resident),
+    and it happens only when a ready group turns out stale."""
 
     def __init__(self, groups_per_batch: int, window: int) -> None:
         self.groups_per_batch = groups_per_batch
         self.window = window
-        self._next = 0
-        self._unsettled: set[int] = set()
-        self._unsettled_heap: list[int] = []  # may hold tickets that have settled since
-        self._eligible: list[int] = []  # heap of ready tickets below s + W
-        self._beyond: list[int] = []  # heap of the other ready tickets
+        self._oldest = 0  # s
+        self._states = bytearray()  # of tickets from s to the newest that was made
+        self._beyond = 0  # how many of these are READY: s + W and later
+        self._passed: deque[int] = deque()  # ready, below s, rising
+        self._overtaking: list[int] = []  # ready, s < ticket < s + W: a heap
 
     def made(self, ticket: int) -> None:
-        """A ticket exists now (or still, after a resume). Tickets are made in rising order."""
-        self._next = ticket + 1
-        self._unsettled.add(ticket)
-        heapq.heappush(self._unsettled_heap, ticket)
+        """A ticket exists now (or still, after a resume). Tickets are made in rising order; those left out are
+        spent."""
+        states = self._states
+        if not states:
+            self._oldest = ticket
+        states += bytes([GONE]) * (ticket - self._oldest - len(states))
+        states.append(UNSETTLED)
 
     def resume_at(self, next_ticket: int) -> None:
         """Tickets below that were not made here are spent."""
-        self._next = next_ticket
-        self._advance()
+        if not self._states:
+            self._oldest = next_ticket
 
     def oldest_unsettled(self) -> int:
         """s: the oldest ticket neither ready nor drawn; the next new one when all are."""
-        heap = self._unsettled_heap
-        while heap and heap[0] not in self._unsettled:
-            heapq.heappop(heap)
-        return heap[0] if heap else self._next
+        return self._oldest
 
     @property
     def batch_ready(self) -> bool:
-        return len(self._eligible) >= self.groups_per_batch
+        return len(self._passed) + len(self._overtaking) >= self.groups_per_batch
 
     @property
     def ready_groups(self) -> int:
-        return len(self._eligible) + len(self._beyond)
+        return len(self._passed) + len(self._overtaking) + self._beyond
 
     def ready(self, ticket: int) -> None:
-        self._unsettled.remove(ticket)
-        heapq.heappush(self._beyond, ticket)
-        self._advance()
+        place = ticket - self._oldest
+        assert self._states[place] == UNSETTLED
+        if place >= self.window:
+            self._states[place] = READY
+            self._beyond += 1
+            return
+        self._states[place] = GONE
+        if place:
+            heapq.heappush(self._overtaking, ticket)
+        else:
+            self._passed.append(ticket)
+            self._advance()
 
     def reopened(self, tickets: Iterable[int]) -> None:
         """Ready groups that are not ready any more; s may move back."""
         gone = set(tickets)
-        self._beyond = [ticket for ticket in self._eligible + self._beyond if ticket not in gone]
-        self._eligible = []
-        heapq.heapify(self._beyond)
+        first, before = self._oldest, self._states
+        beyond = (first + place for place, state in enumerate(before) if state == READY)
+        ready = sorted({*self._passed, *self._overtaking, *beyond} - gone)
+        self._oldest = oldest = min(first, *gone)
+        self._states = bytearray([GONE]) * (first - oldest) + before.replace(bytes([READY]), bytes([GONE]))
         for ticket in gone:
-            self._unsettled.add(ticket)
-            heapq.heappush(self._unsettled_heap, ticket)
-        self._advance()
+            self._states[ticket - oldest] = UNSETTLED
+        end = oldest + self.window
+        self._passed = deque(ticket for ticket in ready if ticket < oldest)
+        self._overtaking = [ticket for ticket in ready if oldest <= ticket < end]  # sorted, and so a heap
+        self._beyond = 0
+        for ticket in ready:
+            if ticket >= end:
+                self._states[ticket - oldest] = READY
+                self._beyond += 1
 
     def draw(self) -> list[int]:
         """The next batch's tickets, lowest first. Call only when `batch_ready`."""
-        return [heapq.heappop(self._eligible) for _ in range(self.groups_per_batch)]
+        passed, overtaking = self._passed, self._overtaking
+        return [passed.popleft() if passed else heapq.heappop(overtaking) for _ in range(self.groups_per_batch)]
 
     def _advance(self) -> None:
-        end = self.oldest_unsettled() + self.window
-        while self._beyond and self._beyond[0] < end:
-            heapq.heappush(self._eligible, heapq.heappop(self._beyond))
+        """Move s on to the next unsettled ticket, and the end of the window with it."""
+        states, overtaking, passed, window = self._states, self._overtaking, self._passed, self.window
+        oldest, place = self._oldest, 0
+        while place < len(states) and states[place] != UNSETTLED:
+            place += 1
+            entering = place + window - 1
+            if entering < len(states) and states[entering] == READY:
+                states[entering] = GONE
+                self._beyond -= 1
+                heapq.heappush(overtaking, oldest + entering)
+            if overtaking and overtaking[0] == oldest + place:
+                passed.append(heapq.heappop(overtaking))
+        del states[:place]
+        self._oldest += place

@@ -19,7 +19,9 @@ the event itself is about many (a node lost with its leases, a batch, the start 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from async_rl.version import is_stale, oldest_version
@@ -48,10 +50,10 @@ from buffer.events import (
     RunFinished,
     Ticked,
 )
-from buffer.groups import Group, Groups, Held, batch_group
-from buffer.leases import EVAL_TICKET, Leases, OpenLease, eval_seed, train_seed
+from buffer.groups import Group, Groups, batch_group
+from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
-from buffer.results import Refusal, disposition_problem, owed_lease, why_refused
+from buffer.results import Refusal, is_owed, sort_dispositions, why_not_owed, why_refused
 from buffer.rules import Rules, rules_from_config
 from buffer.waiting import who_waits
 
@@ -73,7 +75,7 @@ class Replay:
         self.ended = ""
         self._outside: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        self._policies: set[tuple[int, str]] = set()
+        self._published: dict[int, set[str]] = {}  # digests by version
 
     # --- views -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +145,8 @@ class Replay:
             if not self.evaluations.idle:
                 self._finish_evaluation(now, effects)
                 self._lease_evaluation(now, effects)
-            self._lend(now, effects)
+            if self.draw_pending:
+                self._lend(now, effects)
             self._lease_training(now, effects)
         return effects
 
@@ -172,7 +175,7 @@ class Replay:
         node = self._known(event.node)
         if node is None:
             return
-        if (event.policy.version, event.policy.digest) not in self._policies:
+        if event.policy.digest not in self._published.get(event.policy.version, ()):
             self._outside["unregistered_policy"] += 1
             return
         self.nodes.attested(node, event.policy)
@@ -197,76 +200,119 @@ class Replay:
     def _lose(self, node: Node, reason: str) -> None:
         self.nodes.lost(node, reason)
         for lease in sorted(node.leases):
-            self._take_back(self.leases.open[lease], "node_lost")
+            self._take_back(self._open(lease), "node_lost")
         self.evaluations.withdraw(node)
 
     # --- results -----------------------------------------------------------------------------------------------------
 
     def _result_arrived(self, event: ResultArrived, now: float, effects: list[Effect]) -> None:
-        lease = owed_lease(event, self.leases)
-        if isinstance(lease, Refusal):
-            self._outside[lease.kind] += 1
-            effects.append(ResultRefused(event.node, event.lease, event.sample, lease.reason))
-            return
-        node = self._close(lease, event.sample)
-        refusal = why_refused(event, lease, self._policies)
-        if refusal is not None:
-            self._refused[refusal.kind] += 1
-            effects.append(ResultRefused(event.node, event.lease, event.sample, refusal.reason))
-        if lease.ticket == EVAL_TICKET:
-            self._close_evaluated(event, lease, node, refusal)
-        else:
-            self._close_trained(event, lease, refusal, now)
+        self._deliver(event.lease, (event,), now, effects)
 
     def _results_arrived(self, event: ResultsArrived, now: float, effects: list[Effect]) -> None:
-        for result in event.results:
-            self._result_arrived(result, now, effects)
+        for number, results in groupby(event.results, attrgetter("lease")):
+            self._deliver(number, results, now, effects)
 
-    def _close_trained(self, event: ResultArrived, lease: OpenLease, refusal: Refusal | None, now: float) -> None:
-        groups, ticket, attempt = self.groups, lease.ticket, (lease.lease, event.sample)
-        if refusal is not None:
-            groups.fail(ticket, *attempt, "refused", f"{refusal.reason} (from {event.node})")
-        elif event.status == "env_failed":
-            groups.fail(ticket, *attempt, "env_failed", f"on {event.node}")
-        elif event.status == "aborted":
-            groups.fail(ticket, *attempt, "cancelled", f"given up by {event.node}")
-        else:
-            oldest = oldest_version(event.versions)
-            if is_stale(self.confirmed_batches, oldest, self.rules.max_staleness):
-                groups.give_back(ticket, *attempt, "stale")  # saves work, as the sweep does
+    def _deliver(self, number: int, results: Iterable[ResultArrived], now: float, effects: list[Effect]) -> None:
+        """Results under one lease. What closes an attempt otherwise is booked at once, the good ones together at the
+        end, so that a group that came whole costs one move."""
+        lease = self.leases.find(number)
+        if lease is None:
+            for event in results:
+                self._refuse(event, why_not_owed(event, None, 0, self.leases), self._outside, effects)
+            return
+        owed = lease.leased
+        good: list[ResultArrived] = []
+        for event in results:
+            if not is_owed(event, lease, owed):
+                self._refuse(event, why_not_owed(event, lease, owed, self.leases), self._outside, effects)
+                continue
+            owed ^= 1 << event.sample
+            refusal = why_refused(event, lease, self._published)
+            if refusal is not None:
+                self._refuse(event, refusal, self._refused, effects)
+            if isinstance(lease, EvalLease):
+                self._close_evaluated(event, lease, refusal)
+            elif refusal is not None or event.status != "ok":
+                self._close_failed(event, lease, refusal)
             else:
-                held = Held(lease.lease, event.reward, oldest, event.payload, self.confirmed_batches, now)
-                groups.accept(ticket, event.sample, held)
+                good.append(event)
+        if good:
+            self._accept(lease, good, now)
 
-    def _close_evaluated(self, event: ResultArrived, lease: OpenLease, node: Node, refusal: Refusal | None) -> None:
+    def _refuse(
+        self, event: ResultArrived, refusal: Refusal, counter: Counter[str], effects: list[Effect]
+    ) -> None:
+        counter[refusal.kind] += 1
+        effects.append(ResultRefused(event.node, event.lease, event.sample, refusal.reason))
+
+    def _accept(self, lease: LeaseRecord, results: Sequence[ResultArrived], now: float) -> None:
+        """Good results of a training lease: held, unless they are too old to be drawn."""
+        version, bound = self.confirmed_batches, self.rules.max_staleness
+        fresh = not is_stale(version, lease.min_version, bound)  # then no token of the lease is
+        held: list[Held] = []
+        samples = stale = 0
+        for event in results:
+            versions, sample = event.versions, event.sample
+            oldest = versions[0].version if len(versions) == 1 else oldest_version(versions)
+            if not fresh:
+                if is_stale(version, oldest, bound):
+                    stale |= 1 << sample
+                    continue
+                self.groups.enter_age(lease.ticket, oldest)
+            samples |= 1 << sample
+            held.append(Held(sample, event.reward, oldest, event.payload, version, now))
+        if stale:
+            self.groups.give_back(lease, stale, "stale")  # saves work, as the sweep does
+        if samples:
+            lease.held += tuple(held)
+            self.groups.accept(lease, samples)
+        self._closed(lease, len(results))
+
+    def _close_failed(self, event: ResultArrived, lease: LeaseRecord, refusal: Refusal | None) -> None:
         if refusal is not None:
-            self.evaluations.failed(node, lease.lease, lease.instance, "refused")
-        elif event.status == "ok":
-            self.evaluations.evaluated(node, lease.lease, event.reward)
+            self.groups.fail(lease, event.sample, "refused", f"{refusal.reason} (from {event.node})")
+        elif event.status == "env_failed":
+            self.groups.fail(lease, event.sample, "env_failed", f"on {event.node}")
         else:
-            reason = "env_failed" if event.status == "env_failed" else "cancelled"
-            self.evaluations.failed(node, lease.lease, lease.instance, reason)
+            self.groups.fail(lease, event.sample, "cancelled", f"given up by {event.node}")
+        self._closed(lease, 1)
+
+    def _close_evaluated(self, event: ResultArrived, lease: EvalLease, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            self.evaluations.failed(lease, "refused")
+        elif event.status == "ok":
+            self.evaluations.evaluated(lease, event.reward)
+        else:
+            self.evaluations.failed(lease, "env_failed" if event.status == "env_failed" else "cancelled")
+        self._closed(lease, 1)
 
     # --- closing leases ----------------------------------------------------------------------------------------------
 
-    def _close(self, lease: OpenLease, sample: int) -> Node:
-        """The node owes this sample no more."""
-        node = self.nodes.holder(lease.node)
-        node.leased_samples -= 1
-        if self.leases.close_sample(lease, sample):
+    def _closed(self, lease: LeaseRecord, samples: int) -> None:
+        """Its node owes so many samples less, as the ledger knows by now."""
+        node = lease.holder
+        node.leased_samples -= samples
+        if not lease.leased:
+            self.leases.close(lease)
             node.leases.remove(lease.lease)
-        return node
+            if not isinstance(lease, EvalLease):
+                self.groups.lease_closed(lease)
 
-    def _take_back(self, lease: OpenLease, why: Literal["node_lost", "cancelled"]) -> None:
+    def _open(self, number: int) -> LeaseRecord:
+        lease = self.leases.find(number)
+        assert lease is not None
+        return lease
+
+    def _take_back(self, lease: LeaseRecord, why: Literal["node_lost", "cancelled"]) -> None:
         """Close all that the lease still owes; it is leased again."""
-        for sample in sorted(lease.samples):
-            node = self._close(lease, sample)
-            if lease.ticket == EVAL_TICKET:
-                self.evaluations.dropped(node, lease.lease, lease.instance, why)
-            else:
-                self.groups.give_back(lease.ticket, lease.lease, sample, why)
+        owed = lease.leased
+        if isinstance(lease, EvalLease):
+            self.evaluations.dropped(lease, why)
+        else:
+            self.groups.give_back(lease, owed, why)
+        self._closed(lease, owed.bit_count())
 
-    def _cancel(self, lease: OpenLease, reason: str, effects: list[Effect]) -> None:
+    def _cancel(self, lease: LeaseRecord, reason: str, effects: list[Effect]) -> None:
         self._take_back(lease, "cancelled")
         effects.append(CancelLease(lease.node, lease.lease, reason))
 
@@ -278,27 +324,23 @@ class Replay:
 
     def _lease_training(self, now: float, effects: list[Effect]) -> None:
         """Lowest ticket to the newest waiting node, until one of ticket, node, version or credit is lacking."""
-        rules, queue, nodes = self.rules, self.groups.queue, self.nodes
-        while True:
-            ticket, version = queue.lowest(), nodes.newest_waiting()
-            if ticket is None or version is None or not may_lease(ticket, version, rules.lead, rules.groups_per_step):
+        rules, groups, queue, nodes = self.rules, self.groups, self.groups.queue, self.nodes
+        while (version := nodes.newest_waiting()) is not None:
+            ticket = queue.lowest()
+            if ticket is None or not may_lease(ticket, version, rules.lead, rules.groups_per_step):
                 return
-            if not self.groups.has_credit(ticket):
+            if not groups.has_credit(ticket):
                 return
             node = nodes.first_waiting(version)
-            group, samples = self.groups.lease_lowest(now)
-            lease = self.leases.grant(node.name, ticket, group.instance, samples, version, now)
-            for sample in samples:
-                self.groups.ledger.issue((lease.lease, sample))
+            group = groups.take_lowest(now)
+            lease = self.leases.grant(node, ticket, version, now)
+            samples = groups.lease(group, lease)
             node.leases.add(lease.lease)
             node.leased_samples += len(samples)
             nodes.granted(node, len(samples))
-            retries = group.retries
-            seeds = tuple(
-                train_seed(rules.run_seed, ticket, group.try_, sample, retries.get(sample, 0)) for sample in samples
-            )
+            seeds = train_seeds(rules.run_seed, ticket, group.try_, samples, group.retries)
             message = Lease(
-                lease.lease, ticket, group.try_, group.instance, "train", tuple(samples), seeds, version, rules.sampling
+                lease.lease, ticket, group.try_, group.instance, "train", samples, seeds, version, rules.sampling
             )  # fmt: skip
             effects.append(GrantLease(node.name, message))
 
@@ -307,10 +349,10 @@ class Replay:
         while (grant := self.evaluations.next_grant()) is not None and self.evaluations.current is not None:
             node, instance, try_ = grant
             policy, sampling = self.evaluations.current.policy, self.evaluations.current.sampling
-            lease = self.leases.grant(node.name, EVAL_TICKET, instance, (0,), policy.version, now, policy)
+            lease = self.leases.grant_evaluation(node, instance, policy, now)
             node.leases.add(lease.lease)
             node.leased_samples += 1
-            self.evaluations.granted(node, lease.lease)
+            self.evaluations.granted(lease)
             seeds = (eval_seed(self.rules.run_seed, instance, try_),)
             message = Lease(
                 lease.lease, EVAL_TICKET, try_, instance, "eval", (0,), seeds, policy.version, sampling, policy
@@ -320,7 +362,7 @@ class Replay:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _eval_requested(self, event: EvalRequested, now: float, effects: list[Effect]) -> None:
-        if (event.policy.version, event.policy.digest) not in self._policies:
+        if event.policy.digest not in self._published.get(event.policy.version, ()):
             self._end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
         else:
             self.evaluations.request(event)
@@ -328,13 +370,13 @@ class Replay:
     def _finish_evaluation(self, now: float, effects: list[Effect]) -> None:
         if self.evaluations.due(now) and self.evaluations.current is not None:
             for lease in sorted(self.evaluations.current.leases):
-                self._cancel(self.leases.open[lease], "the evaluation's time is over", effects)
+                self._cancel(self._open(lease), "the evaluation's time is over", effects)
             effects.append(self.evaluations.finish(now))
 
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
-        self._policies.add((event.policy.version, event.policy.digest))
+        self._published.setdefault(event.policy.version, set()).add(event.policy.digest)
         self.nodes.policy_registered()
 
     def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:
@@ -350,15 +392,14 @@ class Replay:
             self.draw_pending = True
 
     def _lend(self, now: float, effects: list[Effect]) -> None:
-        """Serve a remembered draw: the batch lent already, unchanged, else the next one when it is complete."""
-        if not self.draw_pending:
-            return
+        """Serve the remembered draw: the batch lent already, unchanged, else the next one when it is complete."""
         if self.lent is None:
             self.lent = self.groups.draw()
         if self.lent is not None:
             self.draw_pending = False
-            payloads = tuple(group.good[sample].payload for group in self.lent for sample in sorted(group.good))
-            lent = tuple(batch_group(group, now) for group in self.lent)
+            good = [list(group.good.values()) for group in self.lent]
+            payloads = tuple([held.payload for each in good for held in each])
+            lent = tuple([batch_group(group, each, now) for group, each in zip(self.lent, good, strict=True)])
             effects.append(LendBatch(self.confirmed_batches, self.confirmed_batches, lent, payloads))
 
     def _batch_confirmed(self, event: BatchConfirmed, now: float, effects: list[Effect]) -> None:
@@ -369,14 +410,16 @@ class Replay:
             lent = "none is lent" if self.lent is None else f"batch {self.confirmed_batches} is lent"
             self._end(f"the trainer confirms batch {event.batch}, but {lent}", effects)
             return
-        owed = {(held.lease, sample) for group in self.lent for sample, held in group.good.items()}
-        problem = disposition_problem(event.dispositions, owed)
+        accounts = {account.lease: account for group in self.lent for account in group.leases}
+        lent_attempts = {number: account.batched for number, account in accounts.items()}
+        problem, outcomes = sort_dispositions(event.dispositions, lent_attempts)
         if problem:
             self._end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
             return
-        for item in event.dispositions:
-            end = "trained" if item.outcome == "trained" else f"dropped.{item.outcome}"
-            self.groups.ledger.move((item.lease, item.sample), "batched", end)
+        for outcome, attempts in outcomes.items():
+            end = "trained" if outcome == "trained" else f"dropped.{outcome}"
+            for number, samples in attempts.items():
+                self.groups.ledger.move(accounts[number], samples, "batched", end)
         self.groups.spend(self.lent)
         self.lent = None
         self.confirmed_batches += 1
@@ -399,18 +442,14 @@ class Replay:
             self.groups.resume(progress, now)
             self.evaluations.ledger.resume(progress.eval_ledger)
             self.confirmed_batches = progress.confirmed_batches
-            self.leases.next_lease = progress.next_lease
+            self.leases.resume_at(progress.next_lease)
 
     def _run_finished(self, event: RunFinished, now: float, effects: list[Effect]) -> None:
         self.ended = self.ended or event.reason or "the run has finished"
-        for lease in list(self.leases.open.values()):
+        for lease in self.leases.open.values():
             self._cancel(lease, event.reason, effects)
-        for group in self.lent or []:
-            for sample, held in group.good.items():
-                self.groups.ledger.move((held.lease, sample), "batched", "dropped.cancelled")
-            group.good.clear()
+        self.groups.close(self.lent or ())
         self.lent, self.draw_pending = None, False
-        self.groups.close()
         self.evaluations.close()
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, float, list[Effect]], None]]] = {

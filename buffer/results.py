@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from async_rl.version import oldest_version
-from async_rl.wire.messages import Disposition
+from async_rl.wire.messages import Disposition, Outcome
 from buffer.events import ResultArrived
-from buffer.leases import Leases, OpenLease
+from buffer.leases import EvalLease, LeaseRecord, Leases
+from buffer.ledger import members
+
+Policies = Mapping[int, AbstractSet[str]]
+"""Every digest that was ever published in this run, by version."""
 
 
 class Refusal(NamedTuple):
@@ -19,49 +23,59 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def owed_lease(event: ResultArrived, leases: Leases) -> OpenLease | Refusal:
-    """The open lease under which this node owes this sample. A refusal here changes nothing: the attempt is closed,
-    was never issued, or is another node's."""
-    lease = leases.open.get(event.lease)
+def is_owed(event: ResultArrived, lease: LeaseRecord, owed: int) -> bool:
+    """Whether the node that sends this result owes it, `owed` being the samples that the lease still does."""
+    return event.sample >= 0 and owed >> event.sample & 1 == 1 and event.node == lease.holder.name
+
+
+def why_not_owed(event: ResultArrived, lease: LeaseRecord | None, owed: int, leases: Leases) -> Refusal:
+    """Why such a result changes nothing: the attempt is closed, was never issued, or is another node's."""
     if lease is None and not leases.was_issued(event.lease):
         return Refusal("unknown_attempt", "there is no such lease")
-    if lease is None or event.sample not in lease.samples:
+    if lease is None or event.sample not in members(owed):
         return Refusal("late", "this attempt is closed, or was never part of the lease")
-    if lease.node != event.node:
-        return Refusal("wrong_node", f"the lease is {lease.node}'s")
-    return lease
+    return Refusal("wrong_node", f"the lease is {lease.node}'s")
 
 
-def why_refused(event: ResultArrived, lease: OpenLease, registered: AbstractSet[tuple[int, str]]) -> Refusal | None:
-    """Why an owed result must not train (or be evaluated); None when it may. `registered` holds every (version,
-    digest) that was ever published in this run."""
+def why_refused(event: ResultArrived, lease: LeaseRecord, published: Policies) -> Refusal | None:
+    """Why an owed result must not train (or be evaluated); None when it may."""
     if event.problem:
         return Refusal("problem", event.problem)
     if event.status != "ok":
         return None
     if not event.versions:
         return Refusal("nothing_sampled", "it has no sampled token")
-    if lease.policy is not None:
+    if isinstance(lease, EvalLease):
         pinned = (lease.policy.version, lease.policy.digest)
         if any((run.version, run.digest) != pinned for run in event.versions):
             return Refusal("wrong_policy", f"not evaluated under {lease.policy.short()}")
         return None
     for run in event.versions:
-        if (run.version, run.digest) not in registered:
+        if run.digest not in published.get(run.version, ()):
             return Refusal("unregistered", f"policy {run.version}-{run.digest[:8]} was never published")
-    oldest = oldest_version(event.versions)
-    if oldest < lease.min_version:
-        return Refusal("too_old", f"sampled under version {oldest}, leased for {lease.min_version} or newer")
+        if run.version < lease.min_version:
+            oldest = oldest_version(event.versions)
+            return Refusal("too_old", f"sampled under version {oldest}, leased for {lease.min_version} or newer")
     return None
 
 
-def disposition_problem(dispositions: Sequence[Disposition], lent: AbstractSet[tuple[int, int]]) -> str:
-    """What is wrong when dispositions do not name exactly the lent attempts, once each; empty when they do."""
-    named = {(item.lease, item.sample) for item in dispositions}
-    if len(named) != len(dispositions):
-        return "an attempt is named twice"
-    if named != lent:
-        lease, sample = min(named ^ lent)
-        fault = "is missing" if (lease, sample) in lent else "is not in it"
-        return f"attempt {lease}/{sample} {fault} ({len(lent)} attempts lent, {len(named)} named)"
-    return ""
+def sort_dispositions(
+    dispositions: Sequence[Disposition], lent: Mapping[int, int]
+) -> tuple[str, dict[Outcome, dict[int, int]]]:
+    """What is wrong when dispositions do not name exactly the lent attempts, once each (empty when they do), and the
+    attempts by outcome. `lent`, and what is returned for each outcome, is a mask of samples for each lease."""
+    ends: dict[Outcome, dict[int, int]] = {}
+    left = dict(lent)
+    for item in dispositions:
+        lease, sample = item.lease, item.sample
+        mask = left.get(lease, 0)
+        if sample < 0 or not mask >> sample & 1:
+            fault = "is named twice" if sample >= 0 and lent.get(lease, 0) >> sample & 1 else "is not in it"
+            return f"attempt {lease}/{sample} {fault}", {}
+        left[lease] = mask ^ (1 << sample)
+        leases = ends.setdefault(item.outcome, {})
+        leases[lease] = leases.get(lease, 0) | 1 << sample
+    missing = next(((lease, members(mask)) for lease, mask in left.items() if mask), None)
+    if missing is not None:
+        return f"attempt {missing[0]}/{missing[1][0]} is missing", {}
+    return "", ends

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from async_rl.config import group_bytes
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import difference, pacing
 from async_rl.run.dial import listen
+from async_rl.run.exporter import Reading
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
 from async_rl.version import PolicyId
@@ -47,10 +48,10 @@ from async_rl.wire.messages import (
     StatusRequest,
     Stop,
     TrainerReady,
-    pack_payloads,
-    unpack_payloads,
 )
+from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from buffer import events
+from buffer.collector import collect_young_only
 from buffer.observed import Observed
 from buffer.replay import Replay, rules_from_config
 
@@ -58,6 +59,7 @@ log = logging.getLogger("buffer")
 
 TICK_S = 0.25  # how often deadlines are looked at
 POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
+COPIED_BYTES = 16 << 10  # smaller payloads are copied out of the message they came in
 PARTING_S = 5.0  # how long the peers have to say goodbye after the end
 
 
@@ -73,6 +75,7 @@ class Service:
         self._server = server
         self._clock = clock
         self._stopping = context.stopping
+        self._exporter = context.exporter
         self._replay = Replay(rules_from_config(context.config))
         self._observed = Observed(context.config, clock())
         self._reference: dict[str, str] | None = None
@@ -83,6 +86,7 @@ class Service:
         self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
         self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
         self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
+        self._results: list[events.ResultArrived] = []  # of this burst, not applied yet
         self._finished: Finish | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -96,20 +100,27 @@ class Service:
                 return
             for event in self._server.poll(POLL_S):
                 self._handle(event)
+            self._apply_results()
             if self._clock() >= next_tick:
                 self._apply(events.Ticked())
                 self._check_trainer()
+                self._exporter.offer(self._clock(), self._reading)
                 next_tick = self._clock() + TICK_S
         self._part()
         if self._finished.error:
             raise RunFailed(self._finished.error)
 
     def _handle(self, event: Received | PeerJoined | PeerLost) -> None:
+        """Results wait for the end of the burst, but not longer than for the next event that is none."""
+        if isinstance(event, Received) and isinstance(event.message, Results) and event.role == "node":
+            self._on_results(event)
+            return
+        self._apply_results()
         if isinstance(event, PeerLost):
             self._on_lost(event)
         elif isinstance(event, PeerJoined):
             self._on_joined(event)
-        elif isinstance(event, Received):
+        else:
             handler = self._handlers.get((type(event.message), event.role))
             if handler is None or not self._may_speak(event):
                 log.warning("%s sent %s, which is not for it to send", event.peer, type(event.message).__name__)
@@ -224,18 +235,22 @@ class Service:
 
     def _on_results(self, received: Received) -> None:
         message: Results = received.message
+        results: list[Any] = self._results if received.peer in self._admitted else self._held[received.peer]
         try:
             payloads = unpack_payloads(message.trajectories, received.blobs)
         except ValueError as error:
             log.error("results of node %s cannot be read: %s", received.peer, error)
             self._observed.trouble += 1
             return
+        # A view keeps the whole message it came in: good for one that is most of it, dear for one of many.
+        worth_copying = max(COPIED_BYTES, sum(map(len, payloads)) // 2)
         for payload in payloads:
-            event = self._result_event(received.peer, bytes(payload))
+            kept = bytes(payload) if len(payload) < worth_copying else memoryview(payload)
+            event = self._result_event(received.peer, kept)
             if event is not None:
-                self._apply_for_node(received.peer, event)
+                results.append(event)
 
-    def _result_event(self, node: str, payload: bytes) -> events.ResultArrived | None:
+    def _result_event(self, node: str, payload: bytes | memoryview) -> events.ResultArrived | None:
         """Read the head of a trajectory; its arrays stay packed. What cannot be read at all names no attempt, so it
         can only be counted."""
         try:
@@ -252,16 +267,15 @@ class Service:
         except TrajectoryError as error:
             problem = str(error)
         return events.ResultArrived(
-            node=node,
-            lease=trajectory.lease,
-            sample=trajectory.sample,
-            status=trajectory.status,
-            reward=trajectory.reward,
-            versions=trajectory.versions,
-            n_tokens=trajectory.n_tokens,
-            payload=payload,
-            problem=problem,
-        )
+            node, trajectory.lease, trajectory.sample, trajectory.status, trajectory.reward, trajectory.versions,
+            trajectory.n_tokens, payload, problem,
+        )  # fmt: skip
+
+    def _apply_results(self) -> None:
+        """What arrived in one burst is one event: lending and leasing are decided once for all of it."""
+        if self._results:
+            results, self._results = tuple(self._results), []
+            self._apply(events.ResultsArrived(results))
 
     # --- what the trainer says ---------------------------------------------------------------------------------------
 
@@ -312,7 +326,7 @@ class Service:
         for node, leases in grants.items():
             self._send(node, Leases(tuple(leases)))
 
-    def _send(self, peer: str, message: Message, blobs: Sequence[bytes] = ()) -> None:
+    def _send(self, peer: str, message: Message, blobs: Sequence[bytes | memoryview] = ()) -> None:
         """To a peer that may have left since: then its PeerLost is on the way, and settles what this was about."""
         try:
             self._server.send(peer, message, blobs)
@@ -330,7 +344,7 @@ class Service:
         except LinkError as error:
             log.info("%s", error)
 
-    def _to_trainer(self, message: Batch | EvalResult, blobs: Sequence[bytes] = ()) -> None:
+    def _to_trainer(self, message: Batch | EvalResult, blobs: Sequence[bytes | memoryview] = ()) -> None:
         if self._trainer is not None:
             self._send(self._trainer, message, blobs)
 
@@ -353,12 +367,14 @@ class Service:
     def status(self) -> Status:
         return self._observed.status(self._replay, self._ready, self._trainer or "", self._clock())
 
+    def _reading(self) -> Reading:
+        return self._observed.reading(self._replay, self._ready, self._trainer or "", self._server)
+
     _handlers: ClassVar[dict[tuple[type, str | None], Callable[[Service, Received], None]]] = {
         (NodeReady, "node"): _on_node_ready,
         (NodeServing, "node"): _on_serving,
         (NodeWants, "node"): _on_wants,
         (NodeTrouble, "node"): _on_trouble,
-        (Results, "node"): _on_results,
         (TrainerReady, "trainer"): _on_trainer_ready,
         (PolicyPublished, "trainer"): _on_published,
         (Draw, "trainer"): _on_draw,
@@ -371,6 +387,7 @@ class Service:
 
 
 def body(context: PoolContext) -> None:
+    collect_young_only()
     server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
     try:

@@ -1,106 +1,52 @@
-"""The real rules under a virtual clock: thousands of nodes, random durations, push delays, faults; seconds, not hours.
+"""The real rules under a virtual clock: thousands of nodes, faults, hundreds of steps; seconds or minutes, not days.
 
-`simulate(rules, scenario)` drives `Replay` as the service would. The only thing that is pretended is the world around
-it: nodes that sample for a random time and serve a new policy after a random push delay, a trainer that takes
-`step_s` for a batch and looks at the version of every token it is given, and everything that goes wrong with them.
-The same seed gives the same run. Times are in virtual seconds.
+`simulate(rules, scenario)` drives `Replay` as the service would. Only the world around it is pretended
+(buffer.scenario): engines that decode step by step (buffer.virtual_node), pushes that take their time
+(buffer.virtual_pushes), a trainer that looks at the version of every token it is given (buffer.virtual_trainer), and
+everything that goes wrong with them. The same seed gives the same run. Times are in virtual seconds.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
-from collections import Counter, deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import msgspec
+import numpy as np
 
-from async_rl.version import PolicyId, VersionRun, staleness
-from async_rl.wire.messages import Disposition, Lease, SamplingParams
+from async_rl.wire.messages import Lease
 from buffer.events import (
     AnyEvent,
-    BatchConfirmed,
     CancelLease,
-    DrawRequested,
     Effect,
     EndRun,
     EvalFinished,
-    EvalRequested,
     GrantLease,
     LendBatch,
     NodeAttested,
     NodeJoined,
     NodeLost,
     NodeWanted,
-    PolicyRegistered,
     ResultArrived,
+    ResultsArrived,
     RunFinished,
     Ticked,
 )
 from buffer.replay import Replay
 from buffer.rules import Rules
-
-Seconds = Callable[[random.Random], float]
-"""A distribution of durations."""
+from buffer.scenario import BLOCK, Scenario, Shapes, numbers, samples_asked
+from buffer.virtual_node import ENDED, NEVER, Job, VirtualEngine
+from buffer.virtual_pushes import IDLE, Pushes
+from buffer.virtual_results import Outcomes
+from buffer.virtual_trainer import StepRecord, VirtualTrainer
 
 TICKS_PER_TIMEOUT = 4  # how often deadlines are looked at, for each lease time-out
-ENVELOPE_BYTES = 64  # what a simulated payload takes besides its version runs and its padding
-RUN_BYTES = 16
-
-
-def lognormal(median_s: float, sigma: float) -> Seconds:
-    """Long-tailed, as answer lengths are."""
-    return lambda rng: median_s * rng.lognormvariate(0.0, sigma)
-
-
-def constant(seconds: float) -> Seconds:
-    return lambda rng: seconds
-
-
-class Scenario(NamedTuple):
-    """The world. Probabilities are per sample unless said otherwise; all default to a world without faults."""
-
-    seed: int = 0
-    nodes: int = 4
-    slots: int = 8
-    sample_s: Seconds = constant(1.0)
-    slowest: float = 1.0
-    """A node's own factor on sample_s is drawn uniformly from [1, slowest]."""
-    push_s: Seconds = constant(0.1)
-    """From the registration of a policy until a node serves it, drawn anew for each node and policy."""
-    step_s: Seconds = constant(1.0)
-    in_flight: Literal["finish", "continue"] = "finish"
-    tokens: tuple[int, int] = (16, 64)
-    """Sampled tokens of an attempt, uniform; a payload takes `payload_share` of the group's reservation at most."""
-    payload_share: float = 1.0
-    node_life_s: float = 0.0
-    """Mean of a node's exponential life; 0 is for ever. The last node that serves does not die."""
-    notice_s: float = 3.0
-    """From a death until the buffer knows of it (three heartbeats)."""
-    rejoin_s: float = 10.0
-    """From a death until a node of the same name joins again; may be shorter than notice_s."""
-    undead: float = 0.0
-    """Share of deaths that are none: the buffer gives the node up at once, and its results still come."""
-    refused: float = 0.0
-    env_failed: float = 0.0
-    aborted: float = 0.0
-    hangs: float = 0.0
-    """Samples that never end, until their lease is cancelled."""
-    zero_variance: float = 0.0
-    """Share of task instances whose rewards are all equal."""
-    skipped: float = 0.0
-    """Share of batches of which the trainer refuses everything."""
-    draw_timeout_s: float = 10_000.0
-    """The trainer waits so long for one batch; then the run is stuck, and ends with who waited for whom."""
-    eval_every: int = 0
-    eval_n: int = 0
-    eval_timeout_s: float = 30.0
 
 
 class SimulationResult(NamedTuple):
     """`steps` confirmed in `seconds`; `error` is empty unless the run ended early, and says why. Staleness is counted
-    per token lent to the trainer. Idle fractions are of the trainer's time, and of the slots that live nodes had."""
+    per token lent to the trainer. Idle fractions are of the trainer's time, and of the live nodes'. Token counts are of
+    training samples; `sampled_tokens` includes those that came to nothing."""
 
     steps: int
     seconds: float
@@ -114,6 +60,9 @@ class SimulationResult(NamedTuple):
     nodes_idle: float
     max_buffered_bytes: int
     events: int
+    sampled_tokens: float
+    trained_tokens: int
+    log: tuple[StepRecord, ...]
 
     @property
     def max_staleness(self) -> int:
@@ -125,58 +74,26 @@ class SimulationResult(NamedTuple):
         return sum(age * count for age, count in self.staleness.items()) / tokens if tokens else 0.0
 
 
-class _Attempt(msgspec.Struct, frozen=True, array_like=True):
-    """What stands for an encoded trajectory: enough for the trainer to see which attempt it is, and its tokens' ages.
-    Nothing is taken from the buffer's own records."""
-
-    lease: int
-    sample: int
-    versions: tuple[VersionRun, ...]
-    padding: bytes
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Attempt).decode
-
-
-class _Job:
-    """One sample on a node."""
-
-    __slots__ = ("cancelled", "lease", "sample", "started_under")
-
-    def __init__(self, lease: Lease, sample: int) -> None:
-        self.lease = lease
-        self.sample = sample
-        self.started_under = PolicyId("", -1, "")
-        self.cancelled = False
-
-
 class _Node:
-    """One life of a node; a node that joins again is a new one of the same name."""
+    """One life of a node; a node that joins again is a new one of the same name and place."""
 
     __slots__ = (
-        "alive", "busy_s", "closed", "factor", "jobs", "joined_at", "lost_to_buffer", "name", "policy", "running",
-        "slots", "told", "waiting",
+        "ahead", "alive", "asked", "closed", "due", "engine", "granted", "jobs", "joined_at", "lost_to_buffer", "name",
+        "place", "touched",
     )  # fmt: skip
 
-    def __init__(self, name: str, slots: int, factor: float, now: float) -> None:
+    def __init__(self, name: str, place: int, engine: VirtualEngine, ahead: int, now: float) -> None:
         self.name = name
-        self.slots = slots
-        self.factor = factor
+        self.place = place
+        self.engine = engine
+        self.ahead = ahead
         self.joined_at = now
-        self.policy: PolicyId | None = None
-        self.waiting: deque[_Job] = deque()
-        self.jobs: dict[int, list[_Job]] = {}
-        self.running = 0
-        self.closed = 0  # training samples finished or cancelled
-        self.told = 0
-        self.busy_s = 0.0
+        self.jobs: dict[int, list[Job]] = {}  # by lease; what is not with the buffer yet
+        self.closed = self.asked = self.granted = 0  # training samples; closed are delivered or cancelled
+        self.due = NEVER
         self.alive = True
         self.lost_to_buffer = False
-
-    def wanted(self) -> int:
-        """Every slot busy and a few more samples at hand, as a running total."""
-        return self.closed + self.slots + max(1, self.slots // 4)
+        self.touched = False
 
 
 class Simulation:
@@ -186,73 +103,93 @@ class Simulation:
         self.rules = rules
         self.scenario = scenario
         self.replay = Replay(rules)
+        self.now = 0.0
         self._check = check
-        self._rng = random.Random(scenario.seed)
-        self._now = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._events = 0
-        self._nodes: dict[str, _Node] = {}
-        self._serving = 0  # live nodes with a policy
-        self._newest = PolicyId("main", 0, "d0")
-        self._served: list[PolicyId] = []  # by version: the policy that was published under it
-        self._error = ""
-        self._done = False
-        self._staleness: Counter[int] = Counter()
-        self._evaluations: list[EvalFinished] = []
-        self._drawn_at = 0.0
-        self._trainer_idle_s = 0.0
-        self._slot_s = 0.0
-        self._busy_s = 0.0
         self._max_bytes = 0
-        self._largest_payload = int(rules.group_bytes / rules.group_size * scenario.payload_share)
+        self._error = ""
+        self._evaluations: list[EvalFinished] = []
+        # A stream for each thing that is random, so that a change in one leaves the others' draws as they were.
+        chance, shapes, delivery, trainer, lives, self._factors, pushes = np.random.default_rng(scenario.seed).spawn(7)
+        self._chance = _uniform(chance)
+        self._shapes = Shapes(scenario.lengths, rules.group_size, scenario.slots, shapes)
+        self._delivery_s = numbers(scenario.delivery_s, delivery)
+        self._lives = lives
+        self._outcomes = Outcomes(rules, scenario, self._chance)
+        self._trainer = VirtualTrainer(rules.steps, scenario, self, self._chance, trainer)
+        places = scenario.nodes + sum(count for _, count in scenario.joins)
+        self._pushes = Pushes(places, scenario.push_s, pushes)
+        self._nodes: dict[str, _Node] = {}
+        self._at_place: list[_Node | None] = [None] * places
+        self._touched: list[_Node] = []
+        self._serving = 0  # live nodes with a policy
+        self._node_s = self._busy_s = self._sampled = 0.0
+        self._eval_tokens = 0
 
     def run(self) -> SimulationResult:
-        for index in range(self.scenario.nodes):
-            self._join(f"node-{index}")
-        self._at(0.0, lambda: self._publish(self._newest))
-        self._at(0.0, self._draw)
-        self._tick()
-        while self._queue and not self._done and not self._error:
-            self._now, _, act = heapq.heappop(self._queue)
-            act()
-        self._apply(RunFinished(self._error or "all steps are done"))
+        scenario = self.scenario
+        place = 0
+        for seconds, count in ((0.0, scenario.nodes), *scenario.joins):
+            self.at(seconds, self._join_all, place, place + count)
+            place += count
+        self.at(0.0, self._trainer.start)
+        self.at(0.0, self._tick)
+        self._loop()
+        self.apply(RunFinished(self._error or "all steps are done"))
         for node in self._nodes.values():
             if node.alive:
                 self._retire(node)
         return self._result()
 
+    def _loop(self) -> None:
+        """Until the last step is over, or the run cannot go on."""
+        queue, pushes, trainer = self._queue, self._pushes, self._trainer
+        while not (trainer.done or self._error):
+            if self._touched:
+                self._schedule()
+            if pushes.next_at < queue[0][0]:
+                self._flip()
+            else:
+                self.now, _, act, arguments = heapq.heappop(queue)
+                act(*arguments)
+
     def _result(self) -> SimulationResult:
-        replay = self.replay
+        replay, trainer = self.replay, self._trainer
         return SimulationResult(
             steps=replay.confirmed_batches,
-            seconds=self._now,
+            seconds=self.now,
             error=self._error,
-            staleness=dict(self._staleness),
+            staleness=dict(trainer.staleness),
             ledger=replay.ledger,
             eval_ledger=replay.eval_ledger,
             outside=replay.outside,
             evaluations=tuple(self._evaluations),
-            trainer_idle=self._trainer_idle_s / self._now if self._now else 0.0,
-            nodes_idle=1.0 - self._busy_s / self._slot_s if self._slot_s else 0.0,
+            trainer_idle=sum(record.draw_wait_s for record in trainer.log) / self.now if self.now else 0.0,
+            nodes_idle=1.0 - self._busy_s / self._node_s if self._node_s else 0.0,
             max_buffered_bytes=self._max_bytes,
             events=self._events,
+            sampled_tokens=self._sampled - self._eval_tokens,
+            trained_tokens=sum(record.tokens for record in trainer.log),
+            log=tuple(trainer.log),
         )
 
-    # --- the clock ---------------------------------------------------------------------------------------------------
+    # --- the clock, and the way into the rules -----------------------------------------------------------------------
 
-    def _at(self, delay: float, act: Callable[[], None]) -> None:
+    def at(self, delay: float, act: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
-        heapq.heappush(self._queue, (self._now + delay, self._count, act))
+        heapq.heappush(self._queue, (self.now + delay, self._count, act, arguments))
 
-    def _apply(self, event: AnyEvent) -> None:
-        effects = self.replay.apply(event, self._now)
+    def apply(self, event: AnyEvent) -> None:
+        effects = self.replay.apply(event, self.now)
         self._events += 1
-        self._max_bytes = max(self._max_bytes, self.replay.ready_bytes + self.replay.reserved_bytes)
         if self._check is not None:
-            self._check(self.replay, self._now)
-        for effect in effects:
-            self._carry_out(effect)
+            self._check(self.replay, self.now)
+        if effects:
+            self._max_bytes = max(self._max_bytes, self.replay.ready_bytes + self.replay.reserved_bytes)
+            for effect in effects:
+                self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -261,7 +198,7 @@ class Simulation:
             case CancelLease(node=name, lease=lease_id):
                 self._drop(self._nodes[name], lease_id)
             case LendBatch():
-                self._train(effect)
+                self._trainer.lend(effect)
             case EvalFinished():
                 self._evaluations.append(effect)
             case EndRun(error=error):
@@ -269,198 +206,187 @@ class Simulation:
 
     def _tick(self) -> None:
         """Deadlines are looked at, the trainer's own included."""
-        self._at(self.rules.lease_timeout / TICKS_PER_TIMEOUT, self._tick)
-        self._apply(Ticked())
-        if self.replay.draw_pending and self._now - self._drawn_at > self.scenario.draw_timeout_s:
-            self._error = f"stuck after {self.replay.confirmed_batches} steps: {self.replay.waiting(self._now)}"
+        self.at(self.rules.lease_timeout / TICKS_PER_TIMEOUT, self._tick)
+        self.apply(Ticked())
+        if self.replay.draw_pending and self.now - self._trainer.drawn_at > self.scenario.draw_timeout_s:
+            self._error = f"stuck after {self.replay.confirmed_batches} steps: {self.replay.waiting(self.now)}"
 
-    # --- nodes -------------------------------------------------------------------------------------------------------
+    # --- a node's life -----------------------------------------------------------------------------------------------
 
-    def _join(self, name: str) -> None:
+    def _join_all(self, first: int, end: int) -> None:
+        for place in range(first, end):
+            self._join(f"node-{place}", place)
+
+    def _join(self, name: str, place: int) -> None:
         scenario = self.scenario
-        node = _Node(name, scenario.slots, self._rng.uniform(1.0, scenario.slowest), self._now)
-        self._nodes[name] = node
-        self._apply(NodeJoined(name, node.slots))
-        if self._served:
-            self._at(scenario.push_s(self._rng), lambda: self._flip(node))
+        factor = self._factors.uniform(1.0, scenario.slowest)
+        engine = VirtualEngine(scenario.slots, scenario.speed, factor, scenario.in_flight)
+        node = _Node(name, place, engine, samples_asked(scenario.slots, self.rules.group_size), self.now)
+        self._nodes[name] = self._at_place[place] = node
+        self.apply(NodeJoined(name, scenario.slots))
+        self._pushes.join(place, self.now)
         if scenario.node_life_s:
-            self._at(self._rng.expovariate(1 / scenario.node_life_s), lambda: self._die(node))
+            self.at(self._lives.exponential(scenario.node_life_s), self._die, node)
 
-    def _flip(self, node: _Node) -> None:
-        """The push to this node is complete: it serves the newest policy there is by now, and may skip some."""
-        if node.alive and node.policy != self._newest:
-            self._serving += node.policy is None
-            node.policy = self._newest
-            self._apply(NodeAttested(node.name, node.policy))
-            self._ask(node)
+    def announce(self, version: int) -> None:
+        """A policy is registered: it is pushed to every node."""
+        self._pushes.announce(version, self.now)
+
+    def _flip(self) -> None:
+        """Pushes are complete, up to the next thing that happens otherwise."""
+        pushes, queue = self._pushes, self._queue
+        while pushes.next_at < queue[0][0] and not self._touched:
+            self.now, place, version = pushes.finish()
+            if place == IDLE:
+                continue
+            node, policy = self._at_place[place], self._trainer.served[version]
+            assert node is not None
+            engine = node.engine
+            if engine.policy is None:
+                self._serving += 1
+                self._touch(node)
+            engine.flip(policy, self.now)
+            if self.scenario.in_flight == "recompute":
+                self._touch(node)
+            self.apply(NodeAttested(node.name, policy))
+
+    def _die(self, node: _Node) -> None:
+        serves = node.engine.policy is not None
+        if self._serving - serves < 1:
+            return
+        node.alive = False
+        self._serving -= serves
+        self._pushes.leave(node.place)
+        if next(self._chance) < self.scenario.undead:
+            node.lost_to_buffer = True
+            node.engine.drain(self.now)
+            self._touch(node)
+            self.apply(NodeLost(node.name, "thought dead"))
+        else:
+            node.due = NEVER
+            self.at(self.scenario.notice_s, self._notice, node)
+        self._retire(node)
+        self.at(self.scenario.rejoin_s, self._join, node.name, node.place)
+
+    def _notice(self, node: _Node) -> None:
+        """Unless a new life of that name has joined in the meantime, which has closed the old one's leases."""
+        if self._nodes[node.name] is node:
+            self.apply(NodeLost(node.name, "silent for three heartbeats"))
+
+    def _retire(self, node: _Node) -> None:
+        """Its books are closed; one that is only thought dead goes on outside of them."""
+        if not node.lost_to_buffer:
+            node.engine.stop(self.now)
+        self._node_s += self.now - node.joined_at
+        self._busy_s += min(node.engine.busy_s, self.now - node.joined_at)
+        self._sampled += node.engine.done_rows
+
+    # --- a node's work -----------------------------------------------------------------------------------------------
 
     def _ask(self, node: _Node) -> None:
-        """Asked again only when the node runs dry, to spare messages; the count is cumulative."""
-        if node.policy is not None and not node.waiting and node.wanted() > node.told:
-            node.told = node.wanted()
-            self._apply(NodeWanted(node.name, node.told))
+        """Tell the demand, as a running total. As long as samples that were asked for are outstanding the buffer knows
+        that this node waits, and would do nothing else if it heard more."""
+        wanted = int(node.closed + node.engine.spared) + node.ahead
+        if node.alive and node.engine.policy is not None and wanted > node.granted:
+            node.asked = wanted
+            self.apply(NodeWanted(node.name, wanted))
 
     def _take(self, node: _Node, lease: Lease) -> None:
-        jobs = [_Job(lease, sample) for sample in lease.samples]
-        if node.alive:
-            node.jobs[lease.lease] = jobs
-            # Evaluation is within the node's share already, so it starts before training work.
-            (node.waiting.extendleft if lease.split == "eval" else node.waiting.extend)(jobs)
-            self._fill_slots(node)
-
-    def _fill_slots(self, node: _Node) -> None:
-        while node.waiting and node.running < node.slots:
-            job = node.waiting.popleft()
-            if job.cancelled:
-                continue
-            assert node.policy is not None
-            assert node.policy.version >= job.lease.min_version or job.lease.policy is not None
-            job.started_under = job.lease.policy or node.policy
-            node.running += 1
-            if self._rng.random() >= self.scenario.hangs:
-                seconds = self.scenario.sample_s(self._rng) * node.factor
-                self._at(seconds, lambda job=job, seconds=seconds: self._finish(node, job, seconds))  # type: ignore[misc]
-
-    def _finish(self, node: _Node, job: _Job, seconds: float) -> None:
-        if job.cancelled or not (node.alive or node.lost_to_buffer):
+        if not node.alive:
             return
-        self._close(node, job)
-        node.busy_s += seconds
-        self._apply(self._outcome(node, job))
-        if node.alive:
-            self._fill_slots(node)
+        if self.scenario.whole_groups:
+            jobs = [self._job(lease, lease.samples, self._shapes.whole(len(lease.samples)))]
+        else:
+            jobs = [self._job(lease, (sample,), self._shapes.single()) for sample in lease.samples]
+        node.jobs[lease.lease] = jobs
+        for job in jobs:
+            node.engine.submit(job, self.now)
+        if lease.split == "train":
+            node.granted += len(lease.samples)
+        self._touch(node)
+
+    def _job(self, lease: Lease, samples: tuple[int, ...], shape: tuple[int, float, int]) -> Job:
+        steps, rows, tokens = shape
+        hangs = self.scenario.hangs and next(self._chance) < self.scenario.hangs
+        return Job(lease, samples, NEVER if hangs else steps, rows, tokens)
+
+    def _drop(self, node: _Node, lease_id: int) -> None:
+        """A lease was cancelled."""
+        if not node.alive:
+            return
+        for job in list(node.jobs.get(lease_id, ())):
+            self._close(node, job)
+            if job.end != ENDED:
+                node.engine.cancel(job, self.now)
+        self._touch(node)
+
+    def _touch(self, node: _Node) -> None:
+        if not node.touched:
+            node.touched = True
+            self._touched.append(node)
+
+    def _schedule(self) -> None:
+        """What changed in an engine decides anew when it is heard of next; its older entry in the queue is void. A
+        node whose demand is met asks again."""
+        while self._touched:
+            node = self._touched.pop()
+            node.touched = False
+            if node.asked <= node.granted:
+                self._ask(node)
+            due = node.engine.due()
+            if due == self.now:
+                node.due = due
+                self._advance(node, due)
+            elif due != node.due:
+                node.due = due
+                if due < NEVER:
+                    self._count += 1
+                    heapq.heappush(self._queue, (due, self._count, self._advance, (node, due)))
+
+    def _advance(self, node: _Node, due: float) -> None:
+        if node.due != due:
+            return
+        node.due = NEVER
+        ended = node.engine.advance(self.now)
+        self._touch(node)
+        if ended:
+            delay = next(self._delivery_s)
+            if delay:
+                self.at(delay, self._deliver, node, ended)
+            else:
+                self._deliver(node, ended)
+
+    def _deliver(self, node: _Node, ended: Sequence[Job]) -> None:
+        """One message with all that ended together."""
+        if not (node.alive or node.lost_to_buffer):
+            return
+        results: list[ResultArrived] = []
+        for job in ended:
+            if job.open:
+                self._close(node, job)
+                self._eval_tokens += job.tokens if job.lease.split == "eval" else 0
+                results += self._outcomes.of(node.name, job)
+        if results:
+            self.apply(results[0] if len(results) == 1 else ResultsArrived(tuple(results)))
+        if node.asked <= node.granted:
             self._ask(node)
 
-    def _close(self, node: _Node, job: _Job) -> None:
-        job.cancelled = True
-        node.running -= 1
-        node.closed += job.lease.split == "train"
+    def _close(self, node: _Node, job: Job) -> None:
+        job.open = False
+        node.closed += len(job.samples) if job.lease.split == "train" else 0
         jobs = node.jobs[job.lease.lease]
         jobs.remove(job)
         if not jobs:
             del node.jobs[job.lease.lease]
 
-    def _drop(self, node: _Node, lease_id: int) -> None:
-        """A lease was cancelled."""
-        for job in list(node.jobs.get(lease_id, ())):
-            started = job.started_under.version >= 0
-            self._close(node, job)
-            node.running += not started
-        node.waiting = deque(job for job in node.waiting if not job.cancelled)
-        self._at(0.0, lambda: self._refill(node))
 
-    def _refill(self, node: _Node) -> None:
-        if node.alive:
-            self._fill_slots(node)
-            self._ask(node)
-
-    def _outcome(self, node: _Node, job: _Job) -> ResultArrived:
-        rng, scenario, lease = self._rng, self.scenario, job.lease
-        draw = rng.random()
-        status: Literal["ok", "env_failed", "aborted"] = "ok"
-        if draw < scenario.env_failed:
-            status = "env_failed"
-        elif draw < scenario.env_failed + scenario.aborted:
-            status = "aborted"
-        # Decided by the instance alone, since all samples of a group must agree on it.
-        equal = lease.instance % 1_000_003 < scenario.zero_variance * 1_000_003
-        tokens = rng.randint(*scenario.tokens)
-        versions = self._stamps(node, job, tokens) if status == "ok" else ()
-        return ResultArrived(
-            node=node.name,
-            lease=lease.lease,
-            sample=job.sample,
-            status=status,
-            reward=1.0 if equal else rng.random(),
-            versions=versions,
-            n_tokens=tokens,
-            payload=self._payload(lease.lease, job.sample, versions),
-            problem="simulated" if status == "ok" and rng.random() < scenario.refused else "",
-        )
-
-    def _payload(self, lease: int, sample: int, versions: tuple[VersionRun, ...]) -> bytes:
-        """What the trainer will read, padded to a random size up to the largest allowed."""
-        overhead = ENVELOPE_BYTES + RUN_BYTES * len(versions)
-        padding = max(0, self._rng.randint(0, self._largest_payload) - overhead)
-        return _encode(_Attempt(lease, sample, versions, bytes(padding)))
-
-    def _stamps(self, node: _Node, job: _Job, tokens: int) -> tuple[VersionRun, ...]:
-        """Which policy each token came from. Under `continue` those served meanwhile share the tokens out."""
-        first = job.started_under
-        if self.scenario.in_flight == "finish" or job.lease.policy is not None or node.policy is None:
-            return (VersionRun(first.version, first.digest, tokens),)
-        last = min(node.policy.version, first.version + tokens - 1)
-        runs = [self._served[version] for version in range(first.version, last + 1)]
-        rest = tokens - (len(runs) - 1)
-        return tuple(
-            VersionRun(version, policy.digest, rest if position == 0 else 1)
-            for position, (version, policy) in enumerate(zip(range(first.version, last + 1), runs, strict=True))
-        )
-
-    def _die(self, node: _Node) -> None:
-        if self._serving - (node.policy is not None) < 1:
-            return
-        node.alive = False
-        self._serving -= node.policy is not None
-        self._retire(node)
-        if self._rng.random() < self.scenario.undead:
-            node.lost_to_buffer = True
-            self._apply(NodeLost(node.name, "thought dead"))
-        else:
-            self._at(self.scenario.notice_s, lambda: self._notice(node))
-        self._at(self.scenario.rejoin_s, lambda: self._join(node.name))
-
-    def _notice(self, node: _Node) -> None:
-        """Unless a new life of that name has joined in the meantime, which has closed the old one's leases."""
-        if self._nodes[node.name] is node:
-            self._apply(NodeLost(node.name, "silent for three heartbeats"))
-
-    def _retire(self, node: _Node) -> None:
-        self._slot_s += node.slots * (self._now - node.joined_at)
-        self._busy_s += node.busy_s
-        node.joined_at, node.busy_s = self._now, 0.0
-
-    # --- the trainer -------------------------------------------------------------------------------------------------
-
-    def _publish(self, policy: PolicyId) -> None:
-        self._served.append(policy)
-        self._newest = policy
-        self._apply(PolicyRegistered(policy))
-        for node in self._nodes.values():
-            if node.alive:
-                self._at(self.scenario.push_s(self._rng), lambda node=node: self._flip(node))  # type: ignore[misc]
-        scenario = self.scenario
-        if scenario.eval_every and policy.version % scenario.eval_every == 0:
-            sampling = SamplingParams(0.0, 64)
-            self._apply(EvalRequested(policy, scenario.eval_n, sampling, scenario.eval_timeout_s))
-
-    def _draw(self) -> None:
-        self._drawn_at = self._now
-        self._apply(DrawRequested(len(self._served) - 1))
-
-    def _train(self, batch: LendBatch) -> None:
-        self._trainer_idle_s += self._now - self._drawn_at
-        dispositions: list[Disposition] = []
-        skipped = self._rng.random() < self.scenario.skipped
-        for payload in batch.payloads:
-            attempt = _decode(payload)
-            dispositions.append(Disposition(attempt.lease, attempt.sample, "refused" if skipped else "trained"))
-            for run in attempt.versions:
-                self._staleness[staleness(batch.for_version, run.version)] += run.count
-        self._at(self.scenario.step_s(self._rng), lambda: self._confirm(batch, tuple(dispositions), skipped))
-
-    def _confirm(self, batch: LendBatch, dispositions: tuple[Disposition, ...], skipped: bool) -> None:
-        version = batch.for_version + 1
-        self._publish(PolicyId("main", version, self._newest.digest if skipped else f"d{version}"))
-        self._apply(BatchConfirmed(batch.batch, dispositions))
-        if version == self.rules.steps:
-            self._done = True
-        else:
-            self._draw()
+def _uniform(rng: np.random.Generator) -> Iterator[float]:
+    while True:
+        yield from rng.random(BLOCK).tolist()
 
 
 def simulate(
     rules: Rules, scenario: Scenario, check: Callable[[Replay, float], None] | None = None
 ) -> SimulationResult:
-    """Run until all steps are confirmed, the rules end the run, or nothing can happen any more (see `error`)."""
+    """Run until all steps are confirmed, or the rules end the run (see `error`)."""
     return Simulation(rules, scenario, check).run()

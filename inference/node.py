@@ -39,8 +39,8 @@ from async_rl.wire.messages import (
     NodeWants,
     Results,
     Stop,
-    pack_payloads,
 )
+from async_rl.wire.payloads import pack_payloads
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
 from inference.gauges import NodeGauges

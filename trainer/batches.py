@@ -27,7 +27,8 @@ from async_rl.trajectory import (
 )
 from async_rl.version import is_stale, oldest_version, token_versions
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome, unpack_payloads
+from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome
+from async_rl.wire.payloads import unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES
 from trainer.backend import Sample
 

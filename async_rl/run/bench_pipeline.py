@@ -117,7 +117,8 @@ def bench(options: argparse.Namespace, console: Console) -> None:
 
     cell = Cell(f"{options.config}, {steps} steps", [arm(bound) for bound in (0, *options.bounds)], SYNCHRONOUS)
     settings = {"config": options.config, "overrides": overrides, "bounds": options.bounds}
-    document = run_bench("pipeline", [cell], METRICS, options.rounds, settings, console)
+    rounds = 1 if options.quick else options.rounds
+    document = run_bench("pipeline", [cell], METRICS, rounds, settings, console)
     document["ideal"] = against_ideal(document["cells"][0])
     finish_bench(document, options, console)
     console.print(ideal_lines(document["ideal"]), highlight=False)

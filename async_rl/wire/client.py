@@ -1,7 +1,10 @@
-"""The dialling end of a link: a DEALER socket in an I/O thread of its own, and a thread-safe face.
+"""The dialling end of a link: a DEALER socket behind a lock, a thread that looks after it, and a thread-safe face.
 
-Callers touch the session under one lock (number a message, count a message as consumed); only the I/O thread touches
-the socket. It drains and sends in bursts, and sleeps in a poll that a socket pair interrupts.
+Callers send by themselves: handing each message to a thread costs two switches, more than sending it. So everything
+here, the socket included, is touched only under one lock. The thread waits for the socket's file descriptor and for
+the clock: it reads what arrives, says hello, beats, reports, and sends what had to wait for credit or room. libzmq
+raises the descriptor once and takes it down again whenever anybody uses the socket; so who has used it looks whether
+something came meanwhile (`_look_again`), or else nobody would.
 
     connecting -- Welcome --> connected -- silent, or Unknown --> connecting -- Welcome --> connected ...
         any --> failed: Refused, Bye, silent for lost_after_s; every later call raises that error
@@ -36,11 +39,10 @@ from async_rl.wire.frames import (
     Refused,
     Unknown,
     Welcome,
-    as_views,
-    head_frame,
+    credit_size,
     link_frame,
+    next_frame,
     payload_of,
-    payload_size,
     read_envelope,
     read_link_message,
     read_message,
@@ -49,11 +51,13 @@ from async_rl.wire.frames import (
     set_common_options,
     silence_s,
 )
-from async_rl.wire.messages import Envelope, Message, Role
+from async_rl.wire.messages import COALESCE_BYTES, Envelope, Message, Role
 from async_rl.wire.security import check_endpoint
-from async_rl.wire.session import Outgoing, Session, Verdict
+from async_rl.wire.session import Session, Verdict
 
-BURST_MESSAGES = 64  # sent or read before looking at the other direction
+BURST_MESSAGES = 64  # read before looking at the other direction
+HOLD_S = 0.001  # how long a small message waits for company while others are under way
+EVENTS, POLLIN, POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)  # plain: an enum's operators are slow
 RECONNECT_FIRST_MS = 20
 RECONNECT_LAST_MS = 1000
 
@@ -96,17 +100,18 @@ class Client:
         self._max_unsent_bytes = window_bytes
         self._inbox = inbox
         self._arrived: queue.SimpleQueue[tuple[Received, int, Session[Payload]] | None] = queue.SimpleQueue()
-        # Shared with the callers, under the lock.
+        # All that follows, the socket included, is touched under this lock alone.
         self._changed = threading.Condition(threading.Lock())
         self._session: Session[Payload] = Session(window_bytes)
         self._connected = False
         self._failure: LinkError | None = None
-        self._asleep = False
-        # The I/O thread's own.
+        self._waiting = 0  # callers that wait for a change
+        self._wakes_at = 0.0  # when the thread looks by itself; in the past while it is awake, or woken
         self._epoch = time.time_ns()
         self._server_epoch = 0
         self._heard = self._sent = self._progress = self._next_hello = 0.0
-        self._blocked = False
+        self._blocked = False  # the socket has no room
+        self._holding = False  # a message was left to the thread since it last looked
         self._closing = False
         self._linger_s = 0.0
         self._context = zmq.Context()
@@ -140,18 +145,27 @@ class Client:
         """Queue for sending, in order. Blobs are not copied: leave them as they are until `flush`. Waits while more
         than a window of bytes is unsent; raises LinkTimeout, or the error that ended the link."""
         payload = payload_of(message, blobs)
-        size = payload_size(payload.body, payload.blobs)
         with self._changed:
             if self._failure is not None or self._session.unsent_bytes > self._max_unsent_bytes:
                 self._wait_for_room(payload.kind, timeout_s)
-            self._session.enqueue(payload, size)
-            wake, self._asleep = self._asleep, False
-        if wake:
-            self._wake()
+            session = self._session
+            idle = not session.in_flight
+            session.enqueue(payload, payload.size)
+            if not self._connected or self._blocked:
+                return
+            if idle or session.unsent_bytes >= COALESCE_BYTES:
+                self._send_waiting()
+            else:
+                self._holding = True
+                if self._wakes_at > time.monotonic() + HOLD_S:
+                    self._wake()
 
     def receive(self, timeout_s: float, awaiting: str) -> Received:
         """The next message. `awaiting` is for people: "a batch". Raises LinkTimeout, or the error that ended the link
         once everything that arrived before it was received."""
+        if self._arrived.empty():
+            with self._changed:
+                self._send_waiting()
         try:
             item = self._next_arrived(timeout_s)
         except queue.Empty:
@@ -163,14 +177,12 @@ class Client:
 
     def poll(self) -> Received | None:
         """The next message if one has arrived; raises the error that ended the link."""
-        try:
-            return self._next_arrived(0.0)
-        except queue.Empty:
-            return None
+        return None if self._arrived.empty() else self._next_arrived(0.0)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent is acknowledged. Raises LinkTimeout, or the error that ended the link."""
         with self._changed:
+            self._send_waiting()
             if not self._wait_until(lambda: not self._session.unacknowledged, timeout_s):
                 raise LinkTimeout(
                     f"{self.name} waited {timeout_s:g} s for {self.peer} at {self.endpoint} to acknowledge "
@@ -187,16 +199,19 @@ class Client:
             self._closing = True
             self._wake()
             self._thread.join(timeout_s + 1.0)
+        with self._changed:
+            self._fail(LinkClosed(f"{self.name} has closed its link to {self.peer} at {self.endpoint}"), False)
         if not self._thread.is_alive() and not self._context.closed:
             self._socket.close()
             self._context.term()
             self._wake_read.close()
             self._wake_write.close()
-        self._fail(LinkClosed(f"{self.name} has closed its link to {self.peer} at {self.endpoint}"), tell_inbox=False)
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """With the lock held: wait for `condition`; raises the link's failure."""
+        self._waiting += 1
         self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
+        self._waiting -= 1
         if self._failure is not None and not condition():
             raise self._copy_of_failure()
         return condition()
@@ -222,11 +237,8 @@ class Client:
             now = time.monotonic()
             session.consume(size, now)  # of the session it came in, which may have ended since
             due = session.report_due()
-            wake = self._asleep and due is not None and due <= now
-            if wake:
-                self._asleep = False
-        if wake:
-            self._wake()
+            if due is not None and due < self._wakes_at and session is self._session:
+                self._wake()
         return received
 
     def _copy_of_failure(self) -> LinkError:
@@ -234,93 +246,119 @@ class Client:
         return type(self._failure)(str(self._failure))
 
     def _wake(self) -> None:
+        self._wakes_at = 0.0
         with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody to wake
             self._wake_write.send(b"\0")
 
-    # --- the I/O thread ----------------------------------------------------------------------------------------------
+    def _send_waiting(self) -> None:
+        """In a caller's thread, with the lock: send what waits for company. Whoever uses the socket has to look whether
+        something came meanwhile: libzmq takes down the descriptor that the thread waits for."""
+        if self._blocked or not self._connected or not self._session.may_send():
+            return
+        self._pump(time.monotonic())
+        more = bool(self._events() & POLLIN) and self._drain()
+        due = self._session.report_due()
+        if more or self._blocked or (due is not None and due < self._wakes_at):
+            self._wake()
+
+    def _events(self) -> int:
+        """POLLIN, POLLOUT or both: what the socket has or has room for now."""
+        return int(self._socket.getsockopt(EVENTS))
+
+    # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._socket.connect(self.endpoint)
+            with self._changed:
+                self._socket.connect(self.endpoint)
+                descriptor = self._socket.getsockopt(zmq.FD)
             poller = zmq.Poller()
             poller.register(self._wake_read, zmq.POLLIN)
-            while not self._closing and self._failure is None:
-                self._sleep(poller)
-                self._drain()
-                now = time.monotonic()
-                self._upkeep(now)
-                if self._connected and not self._blocked:
-                    self._pump(now)
-            if self._connected and self._closing:
-                self._send_link(Bye(f"{self.name} said goodbye"), time.monotonic())
+            poller.register(descriptor, zmq.POLLIN)
+            while self._failure is None and not self._closing:
+                with self._changed:
+                    wait_s = self._work()
+                if wait_s > 0 and self._wake_read.fileno() in dict(poller.poll(math.ceil(wait_s * 1000))):
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake_read.recv(4096)
+            with self._changed:
+                if self._connected and self._closing:
+                    self._send_link(Bye(f"{self.name} said goodbye"), time.monotonic())
         except Exception as error:  # whatever it is, nobody may be left waiting for this thread
-            self._fail(LinkClosed(f"the link of {self.name} to {self.peer} at {self.endpoint} broke: {error!r}"))
+            with self._changed:
+                self._fail(LinkClosed(f"the link of {self.name} to {self.peer} at {self.endpoint} broke: {error!r}"))
         finally:
-            self._socket.close(linger=int(self._linger_s * 1000))
+            with self._changed:
+                self._connected = False
+                self._socket.close(linger=int(self._linger_s * 1000))
 
-    def _sleep(self, poller: zmq.Poller) -> None:
-        """Until the socket, a caller or the clock has something to do."""
-        with self._changed:
-            if self._connected and not self._blocked and self._session.may_send():
-                return
-            due = self._session.report_due()
-            self._asleep = True
-        now = time.monotonic()
-        wait = self._next_due(now, due) - now
-        poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if self._blocked else zmq.POLLIN)
-        ready = dict(poller.poll(max(0, math.ceil(wait * 1000))))
-        self._asleep = False
-        if ready.get(self._socket, 0) & zmq.POLLOUT:
+    def _work(self) -> float:
+        """All that is to be done now; returns for how many seconds there will be nothing, unless something comes."""
+        self._drain()
+        if self._blocked and self._events() & POLLOUT:
             self._blocked = False
-        if self._wake_read.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_read.recv(4096)
+        now = time.monotonic()
+        self._upkeep(now)
+        if self._connected and not self._blocked:
+            self._pump(now)
+        events = self._events()
+        if events & POLLIN or (self._blocked and events & POLLOUT):
+            return 0.0
+        self._wakes_at = self._next_due(now)
+        return self._wakes_at - now
 
-    def _next_due(self, now: float, report_due: float | None) -> float:
+    def _next_due(self, now: float) -> float:
         if not self._connected:
             return now + self._heartbeat_s if self._blocked else self._next_hello
         silent = self._heard + self._silence_s
         if self._blocked:  # nothing can leave until the socket has room
             return silent
-        return min(silent, self._sent + self._heartbeat_s, math.inf if report_due is None else report_due)
+        due = min(silent, self._sent + self._heartbeat_s)
+        if (report_due := self._session.report_due()) is not None:
+            due = min(due, report_due)
+        if self._holding:  # who held back a message just now will do so again
+            self._holding = False
+            due = min(due, now + HOLD_S)
+        return due
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Take in a burst of what has arrived; False when that was all."""
         for _ in range(BURST_MESSAGES):
             try:
-                frames = receive_frames(self._socket)
+                head, blobs = receive_frames(self._socket)
             except zmq.Again:
-                return
-            self.bytes_received += sum(map(len, frames))
+                return False
+            self.bytes_received += len(head) + sum(map(len, blobs))
             try:
-                self._on_frames(frames)
+                self._on_frames(head, blobs)
             except BadFrame as bad:
                 self.bad_frames += 1
                 if bad.kind == "undecodable_body":
                     self._fail(LinkClosed(f"{self.peer} at {self.endpoint} sent {self.name} a message it cannot read"))
+        return True
 
-    def _on_frames(self, frames: list[bytes | memoryview]) -> None:
-        envelope = read_envelope(frames[0], len(frames) - 1)
+    def _on_frames(self, head: memoryview, blobs: list[memoryview]) -> None:
+        envelope = read_envelope(head, len(blobs))
         now = time.monotonic()
         if envelope.seq == 0:
             self._on_link(envelope, read_link_message(envelope), now)
         elif envelope.epoch == self._server_epoch:
-            self._on_message(envelope, frames[1:], now)
+            self._on_message(envelope, blobs, now)
 
-    def _on_message(self, envelope: Envelope, blobs: list[bytes | memoryview], now: float) -> None:
+    def _on_message(self, envelope: Envelope, blobs: list[memoryview], now: float) -> None:
         self._hear(envelope, now)
-        size = payload_size(envelope.body, blobs)
-        with self._changed:
-            session = self._session
-            if session.accept(envelope.seq, size, now) is not Verdict.DELIVER:
-                return
+        session = self._session
+        for seq, body in enumerate((envelope.body, *envelope.more), envelope.seq):
+            size = credit_size(len(body), blobs)
+            if session.accept(seq, size, now) is not Verdict.DELIVER:
+                continue
             session.acknowledge(now)
+            received = Received(envelope.sender, read_message(body), blobs)
             if self._inbox is not None:
                 session.consume(size, now)
-        received = Received(envelope.sender, read_message(envelope), as_views(blobs))
-        if self._inbox is not None:
-            self._inbox.put(received)
-        else:
-            self._arrived.put((received, size, session))
+                self._inbox.put(received)
+            else:
+                self._arrived.put((received, size, session))
 
     def _on_link(self, envelope: Envelope, message: LinkMessage, now: float) -> None:
         known = envelope.epoch == self._server_epoch and self._server_epoch != 0
@@ -348,10 +386,9 @@ class Client:
         self._silence_s = silence_s(self._heartbeat_s, welcome.heartbeat_s)
         self._progress = now
         self._blocked = False
-        with self._changed:
-            self._session.rewind(after=welcome.received)
-            self._connected = True
-            self._changed.notify_all()
+        self._session.rewind(after=welcome.received)
+        self._connected = True
+        self._changed.notify_all()
 
     def _say_hello_from_now_on(self, now: float) -> None:
         self._connected = False
@@ -359,19 +396,17 @@ class Client:
 
     def _start_afresh(self) -> None:
         """The server does not know our session: number again, from 1, what it may not have."""
-        with self._changed:
-            self._session = self._session.renumbered()
+        self._session = self._session.renumbered()
         self._epoch = max(self._epoch + 1, time.time_ns())
         self._server_epoch = 0
         self._next_hello = 0.0
 
     def _hear(self, envelope: Envelope, now: float) -> None:
         self._heard = now
-        with self._changed:
-            if self._session.hear(envelope.ack, envelope.limit):
-                self._progress = now
-                if not self._session.unacknowledged:
-                    self._changed.notify_all()
+        if self._session.hear(envelope.ack, envelope.limit):
+            self._progress = now
+            if self._waiting and not self._session.unacknowledged:
+                self._changed.notify_all()
 
     def _upkeep(self, now: float) -> None:
         """Hello, heartbeat, report, silence and resending, each when its time has come."""
@@ -389,58 +424,45 @@ class Client:
                     self._next_hello = now + self._heartbeat_s
             return
         patience = RESEND_HEARTBEATS * self._heartbeat_s
-        with self._changed:
-            if self._session.in_flight == 0:
-                self._progress = now
-            elif now - self._progress > patience and self._heard > self._progress + patience / 2:
-                self._session.rewind(after=self._session.acknowledged_by_peer)
-                self._progress = now
-            due = self._session.report_due()
+        if self._session.in_flight == 0:
+            self._progress = now
+        elif now - self._progress > patience and self._heard > self._progress + patience / 2:
+            self._session.rewind(after=self._session.acknowledged_by_peer)
+            self._progress = now
+        due = self._session.report_due()
         if not self._blocked and (now - self._sent >= self._heartbeat_s or (due is not None and due <= now)):
             self._send_link(Ping(), now)
 
     def _pump(self, now: float) -> None:
-        """Send a burst of what the credit allows."""
-        burst: list[Outgoing[Payload]] = []
-        with self._changed:
-            while len(burst) < BURST_MESSAGES and (message := self._session.next_to_send()) is not None:
-                burst.append(message)
-            if not burst:
+        """Send what credit and room allow."""
+        session = self._session
+        while (frame := next_frame(self.run, self.name, self._epoch, session)) is not None:
+            if not self._send(frame.head, frame.blobs, now):
+                session.rewind(after=frame.seq - 1)
                 return
-            report = self._session.report()
-            if self._session.unsent_bytes <= self._max_unsent_bytes // 2:
-                self._changed.notify_all()
-        for message in burst:
-            payload = message.payload
-            head = head_frame(self.run, self.name, self._epoch, message.seq, report, payload)
-            if not self._send([head, *payload.blobs], now):
-                with self._changed:
-                    self._session.rewind(after=message.seq - 1)
-                return
+        if self._waiting and session.unsent_bytes <= self._max_unsent_bytes // 2:
+            self._changed.notify_all()
 
     def _send_link(self, message: LinkMessage, now: float) -> bool:
-        with self._changed:
-            report = self._session.report()
-        return self._send([link_frame(self.run, self.name, self._epoch, report, message)], now)
+        return self._send(link_frame(self.run, self.name, self._epoch, self._session.report(), message), (), now)
 
-    def _send(self, frames: list[bytes | memoryview], now: float) -> bool:
+    def _send(self, head: bytes, blobs: Sequence[bytes | memoryview], now: float) -> bool:
         try:
-            self.bytes_sent += send_frames(self._socket, frames)
+            self.bytes_sent += send_frames(self._socket, head, blobs)
         except zmq.Again:
             self._blocked = True
-            with self._changed:
-                self._session.owe(now)
+            self._session.owe(now)
             return False
         self._sent = now
         return True
 
     def _fail(self, failure: LinkError, tell_inbox: bool = True) -> None:
-        with self._changed:
-            if self._failure is not None:
-                return
-            self._failure = failure
-            self._connected = False
-            self._changed.notify_all()
+        if self._failure is not None:
+            return
+        self._failure = failure
+        self._connected = False
+        self._changed.notify_all()
         self._arrived.put(None)
         if tell_inbox and self._inbox is not None:
             self._inbox.put(failure)
+        self._wake()

@@ -13,8 +13,19 @@ import msgspec
 import zmq
 
 from async_rl.errors import AsyncRLError
-from async_rl.wire.messages import MAGIC, SCHEMA, Envelope, Message, Role, decode_body, encode_body
-from async_rl.wire.session import Report
+from async_rl.wire.messages import (
+    COALESCE_BYTES,
+    MAGIC,
+    SCHEMA,
+    Batch,
+    Envelope,
+    Message,
+    Results,
+    Role,
+    decode_body,
+    encode_body,
+)
+from async_rl.wire.session import Report, Session
 
 MAX_FRAME_BYTES = 1 << 30  # libzmq hangs up on a peer that announces more, before it allocates anything
 ZERO_COPY_BYTES = 64 << 10  # below this, copying a frame is cheaper than sharing it
@@ -65,11 +76,13 @@ class PeerLost(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """An outgoing message as it is kept until acknowledged: encoded once, blobs by reference."""
+    """An outgoing message as it is kept until acknowledged: encoded once, trajectories and blobs by reference. The
+    body is what `parts` make when joined."""
 
     kind: str
-    body: bytes
+    parts: tuple[bytes | msgspec.Raw, ...]
     blobs: tuple[bytes | memoryview, ...]
+    size: int
 
 
 # --- the link's own messages -----------------------------------------------------------------------------------------
@@ -120,6 +133,10 @@ class Bye(LinkMessage, frozen=True, array_like=True, tag=str.lower):
     reason: str
 
 
+EMPTY_RESULTS = encode_body(Results(()))
+ALONE, WITH_MORE = b"\x9b", b"\x9c"  # an Envelope of 11 fields (blobs the last), and of 12
+NOBLOCK, NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain: an enum's own operators are slow
+
 _encoder = msgspec.msgpack.Encoder()
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 _link_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | Welcome | Refused | Unknown | Ping | Bye)
@@ -135,23 +152,69 @@ class BadFrame(Exception):
 
 def payload_of(message: Message, blobs: Sequence[bytes | memoryview]) -> Payload:
     """Encode once. Raises TypeError for a blob that is not contiguous bytes."""
-    views = tuple(blob if isinstance(blob, bytes) else memoryview(blob).cast("B") for blob in blobs)
-    return Payload(type(message).__name__, encode_body(message), views)
+    views = tuple(blob if isinstance(blob, bytes) else memoryview(blob).cast("B") for blob in blobs) if blobs else ()
+    parts = body_parts(message)
+    return Payload(type(message).__name__, parts, views, credit_size(sum(map(len, parts)), views))
 
 
-def payload_size(body: bytes | msgspec.Raw, blobs: Sequence[bytes | memoryview]) -> int:
+def body_parts(message: Message) -> tuple[bytes | msgspec.Raw, ...]:
+    """`encode_body` in parts: the trajectories of a message, its last field, are not copied."""
+    if isinstance(message, Results):
+        fields = EMPTY_RESULTS
+    elif isinstance(message, Batch):
+        fields = encode_body(msgspec.structs.replace(message, trajectories=()))
+    else:
+        return (encode_body(message),)
+    return (fields[:-1] + array_head(len(message.trajectories)), *message.trajectories)
+
+
+def credit_size(body_bytes: int, blobs: Sequence[bytes | memoryview]) -> int:
     """What a message costs in credit; both ends must agree, so only parts that a resend does not change count."""
-    return MESSAGE_OVERHEAD_BYTES + memoryview(body).nbytes + sum(map(len, blobs))
+    size = MESSAGE_OVERHEAD_BYTES + body_bytes
+    return size + sum(map(len, blobs)) if blobs else size
 
 
-def head_frame(run: str, sender: str, epoch: int, seq: int, report: Report, payload: Payload) -> bytes:
-    """The first frame of a pool's message."""
-    return _encoder.encode(
-        Envelope(
-            MAGIC, SCHEMA, run, sender, epoch, seq, report.ack, report.limit, payload.kind,
-            msgspec.Raw(payload.body), len(payload.blobs),
-        )
-    )  # fmt: skip
+class Sending(NamedTuple):
+    """One frame, with the blobs that follow it, and the number of the first message in it."""
+
+    seq: int
+    head: bytes
+    blobs: tuple[bytes | memoryview, ...]
+
+
+def next_frame(run: str, sender: str, epoch: int, session: Session[Payload]) -> Sending | None:
+    """Take from the session what goes out next as one frame: a message, and small ones after it up to COALESCE_BYTES.
+    None when there is nothing to send, or no credit for it."""
+    first = session.next_to_send()
+    if first is None:
+        return None
+    payload = first.payload
+    more: list[Payload] = []
+    room = COALESCE_BYTES - first.size
+    while room > 0 and not payload.blobs and (following := session.peek()) is not None:
+        room -= following.size
+        if room < 0 or following.payload.blobs:
+            break
+        session.next_to_send()
+        more.append(following.payload)
+    return Sending(first.seq, head_frame(run, sender, epoch, first.seq, session.report(), payload, more), payload.blobs)
+
+
+def head_frame(
+    run: str, sender: str, epoch: int, seq: int, report: Report, payload: Payload, more: Sequence[Payload] = ()
+) -> bytes:
+    """The first frame of a pool's messages: an Envelope, put together so that each body is copied once."""
+    fields = _encoder.encode((MAGIC, SCHEMA, run, sender, epoch, seq, report.ack, report.limit, payload.kind))[1:]
+    blobs = _encoder.encode(len(payload.blobs))
+    if not more:
+        return b"".join((ALONE, fields, *payload.parts, blobs))
+    parts = [part for one in more for part in one.parts]
+    return b"".join((WITH_MORE, fields, *payload.parts, blobs, array_head(len(more)), *parts))
+
+
+def array_head(count: int) -> bytes:
+    """How msgpack announces an array."""
+    return bytes((0x90 | count,)) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
 
 
 def link_frame(run: str, sender: str, epoch: int, report: Report, message: LinkMessage) -> bytes:
@@ -169,7 +232,7 @@ def read_envelope(frame: bytes | memoryview, n_blobs: int) -> Envelope:
         raise BadFrame("undecodable") from None
     if envelope.magic != MAGIC:
         raise BadFrame("wrong_magic")
-    if envelope.blobs != n_blobs:
+    if envelope.blobs != n_blobs or (n_blobs and envelope.more):
         raise BadFrame("wrong_blobs")
     return envelope
 
@@ -182,10 +245,10 @@ def read_link_message(envelope: Envelope) -> Any:
         raise BadFrame("undecodable") from None
 
 
-def read_message(envelope: Envelope) -> Any:
+def read_message(body: msgspec.Raw) -> Any:
     """Raises BadFrame."""
     try:
-        return decode_body(envelope.body)
+        return decode_body(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise BadFrame("undecodable_body") from None
 
@@ -207,29 +270,28 @@ def set_common_options(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.setsockopt(zmq.IPV6, 1)
 
 
-def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes | memoryview]) -> int:
+def send_frames(socket: zmq.Socket[bytes], head: bytes, blobs: Sequence[bytes | memoryview]) -> int:
     """Send one multi-part message without blocking and return its bytes; raises zmq.Again when there is no room (then
     nothing was sent)."""
-    last = len(frames) - 1
-    total = 0
-    for index, frame in enumerate(frames):
-        flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
-        size = len(frame)
-        socket.send(frame, flags, copy=size < ZERO_COPY_BYTES)
-        total += size
-    return total
+    size = len(head)
+    if not blobs:
+        socket.send(head, NOBLOCK, copy=size < ZERO_COPY_BYTES)
+        return size
+    socket.send(head, NOBLOCK_MORE, copy=size < ZERO_COPY_BYTES)
+    last = len(blobs) - 1
+    for index, blob in enumerate(blobs):
+        flags = NOBLOCK if index == last else NOBLOCK_MORE
+        socket.send(blob, flags, copy=len(blob) < ZERO_COPY_BYTES)
+        size += len(blob)
+    return size
 
 
-def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes | memoryview]:
-    """One multi-part message without blocking; raises zmq.Again when there is none. Large frames are views of
-    libzmq's own memory, small ones are copied (which is cheaper)."""
-    frames: list[bytes | memoryview] = []
-    while True:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-        frames.append(frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer)
-        if not frame.more:
-            return frames
-
-
-def as_views(blobs: Sequence[bytes | memoryview]) -> list[memoryview]:
-    return [memoryview(blob) for blob in blobs]
+def receive_frames(socket: zmq.Socket[bytes]) -> tuple[memoryview, list[memoryview]]:
+    """One multi-part message without blocking, as views of libzmq's own memory: its first frame and the others.
+    Raises zmq.Again when there is none."""
+    frame = socket.recv(NOBLOCK, copy=False)
+    head, blobs = frame.buffer, []
+    while frame.more:
+        frame = socket.recv(NOBLOCK, copy=False)
+        blobs.append(frame.buffer)
+    return head, blobs

@@ -15,7 +15,6 @@ new SCHEMA. Who sends what:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,8 +24,6 @@ from async_rl.version import PolicyId
 
 MAGIC = "arl"
 SCHEMA = 1
-BLOB_BYTES = 1 << 20  # what is larger travels as a frame of its own
-INLINE_BYTES = 64 << 20  # of payloads in one message; libzmq refuses frames far above
 COALESCE_BYTES = 64 << 10  # small messages are joined up to about this size; larger was slower (measured)
 
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
@@ -37,7 +34,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """The head of every frame. `seq` counts a sender's messages within one session `epoch` from 1; 0 marks the
     link's own messages. `ack` is the last sequence number received in order; `limit` is the credit: the total number
     of bytes that the receiver of this envelope may have sent in this session. `kind` is the tag of `body`, so a
-    receiver can decide without decoding it."""
+    receiver can decide without decoding it. `more` holds the bodies of small messages that travel along, numbered from
+    seq + 1 on; there are no blobs then."""
 
     magic: str
     schema: int
@@ -50,6 +48,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     body: msgspec.Raw
     blobs: int = 0
+    more: tuple[msgspec.Raw, ...] = ()
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -120,7 +119,7 @@ class NodeWants(Message, frozen=True, array_like=True, tag=True):
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
-    """Encoded trajectories, in any order, as `pack_payloads` splits them."""
+    """Encoded trajectories, in any order, as wire/payloads.py splits them."""
 
     trajectories: tuple[msgspec.Raw, ...]
 
@@ -199,7 +198,7 @@ class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(Message, frozen=True, array_like=True, tag=True):
-    """The trajectories of all groups, back to back, as the nodes encoded them (see `pack_payloads`). Lent: the same
+    """The trajectories of all groups, back to back, as the nodes encoded them (see wire/payloads.py). Lent: the same
     batch is sent again unchanged until it is confirmed."""
 
     batch: int
@@ -358,41 +357,6 @@ AnyMessage = (
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
     | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
 )  # fmt: skip
-
-NIL = msgspec.Raw(b"\xc0")  # msgpack's nil: stands for a payload that follows as a blob
-
-
-def pack_payloads(payloads: Sequence[bytes]) -> tuple[tuple[msgspec.Raw, ...], list[bytes]]:
-    """Encoded trajectories as (inside the message, blobs): those above BLOB_BYTES, and all from the point where the
-    message would pass INLINE_BYTES, are NIL inside and follow as blobs, in order."""
-    inline, blobs, total = [], [], 0
-    for payload in payloads:
-        total += len(payload)
-        if len(payload) > BLOB_BYTES or total > INLINE_BYTES:
-            inline.append(NIL)
-            blobs.append(payload)
-        else:
-            inline.append(msgspec.Raw(payload))
-    return tuple(inline), blobs
-
-
-def unpack_payloads(
-    inline: Iterable[msgspec.Raw], blobs: Iterable[bytes | memoryview]
-) -> list[msgspec.Raw | bytes | memoryview]:
-    """The payloads again, in order. Raises ValueError when the blobs are not as many as the message says."""
-    left = list(blobs)[::-1]
-    out: list[msgspec.Raw | bytes | memoryview] = []
-    for raw in inline:
-        if raw != NIL:
-            out.append(raw)
-        elif left:
-            out.append(left.pop())
-        else:
-            raise ValueError("a trajectory is said to follow as a frame of its own, and none is left")
-    if left:
-        raise ValueError(f"{len(left)} frames follow that the message does not speak of")
-    return out
-
 
 _encoder = msgspec.msgpack.Encoder()
 _body_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)

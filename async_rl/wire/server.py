@@ -22,6 +22,8 @@ from typing import Any
 import zmq
 
 from async_rl.wire.frames import (
+    NOBLOCK,
+    NOBLOCK_MORE,
     RESEND_HEARTBEATS,
     BadFrame,
     Bye,
@@ -36,11 +38,10 @@ from async_rl.wire.frames import (
     Refused,
     Unknown,
     Welcome,
-    as_views,
-    head_frame,
+    credit_size,
     link_frame,
+    next_frame,
     payload_of,
-    payload_size,
     read_envelope,
     read_link_message,
     read_message,
@@ -174,7 +175,7 @@ class Server:
                 "was given up, or never joined"
             )
         payload = payload_of(message, blobs)
-        known.session.enqueue(payload, payload_size(payload.body, payload.blobs))
+        known.session.enqueue(payload, payload.size)
         self._pump(known, time.monotonic())
 
     def acknowledge(self) -> None:
@@ -214,22 +215,22 @@ class Server:
         """Take in a burst of what has arrived. A ROUTER reads its connections in turn, so every peer that has said
         something is heard in it."""
         now = time.monotonic()
+        socket = self._socket
         for _ in range(max(BURST_MESSAGES, 2 * len(self._peers))):
             try:
-                route = self._socket.recv(zmq.NOBLOCK)
-                frames = receive_frames(self._socket)  # at least one frame follows the connection's name
+                route = socket.recv(NOBLOCK)
+                head, blobs = receive_frames(socket)  # at least one frame follows the connection's name
             except zmq.Again:
                 return
-            self._on_frames(route, frames, now)
+            self._on_frames(route, head, blobs, now)
 
-    def _on_frames(self, route: bytes, frames: list[bytes | memoryview], now: float) -> None:
+    def _on_frames(self, route: bytes, head: memoryview, blobs: list[memoryview], now: float) -> None:
         peer = self._routes.get(route)
+        self.bytes_received += len(head) + (sum(map(len, blobs)) if blobs else 0)
         try:
-            head = frames.pop(0)
-            self.bytes_received += len(head) + sum(map(len, frames))
-            envelope = read_envelope(head, len(frames))
+            envelope = read_envelope(head, len(blobs))
             if peer is not None and envelope.seq and envelope.epoch == peer.epoch:
-                self._on_message(peer, envelope, frames, now)
+                self._on_message(peer, envelope, blobs, now)
             elif envelope.seq:
                 self._on_stranger(route, envelope)
             else:
@@ -241,18 +242,18 @@ class Server:
                 self._lose(peer, f"sent a frame that cannot be read ({bad.kind})")
                 self._refuse_peer(peer, reason)
 
-    def _on_message(self, peer: _Peer, envelope: Envelope, blobs: list[bytes | memoryview], now: float) -> None:
+    def _on_message(self, peer: _Peer, envelope: Envelope, blobs: list[memoryview], now: float) -> None:
         self._hear(peer, envelope, now)
-        verdict = peer.session.accept(envelope.seq, payload_size(envelope.body, blobs), now)
-        if verdict is Verdict.DELIVER:
-            message = read_message(envelope)
-            self._handled.add(peer)
-            self._events.append(Received(peer.name, message, as_views(blobs), peer.role))
-        elif verdict is Verdict.OVERDRAWN:
-            raise BadFrame("overdrawn")
-        else:
-            self.counters[verdict.value] += 1
-            self._owing.add(peer)
+        for seq, body in enumerate((envelope.body, *envelope.more), envelope.seq):
+            verdict = peer.session.accept(seq, credit_size(len(body), blobs), now)
+            if verdict is Verdict.DELIVER:
+                self._handled.add(peer)
+                self._events.append(Received(peer.name, read_message(body), blobs, peer.role))
+            elif verdict is Verdict.OVERDRAWN:
+                raise BadFrame("overdrawn")
+            else:
+                self.counters[verdict.value] += 1
+                self._owing.add(peer)
 
     def _on_stranger(self, route: bytes, envelope: Envelope) -> None:
         self.counters["unknown_peer"] += 1
@@ -349,26 +350,27 @@ class Server:
         if session.in_flight == 0:
             peer.progress = now
         self._ready.discard(peer)
-        while peer.route is not None and (message := session.next_to_send()) is not None:
-            payload = message.payload
-            head = head_frame(self.run, self.name, peer.own_epoch, message.seq, session.report(), payload)
-            if not self._send(peer, [head, *payload.blobs], now):
-                session.rewind(after=message.seq - 1)
+        while peer.route is not None:
+            frame = next_frame(self.run, self.name, peer.own_epoch, session)
+            if frame is None:
+                return
+            if not self._send(peer, frame.head, frame.blobs, now):
+                session.rewind(after=frame.seq - 1)
                 if peer.route is not None:
                     self._ready.add(peer)
                 return
 
     def _send_link(self, peer: _Peer, message: LinkMessage, now: float) -> bool:
         frame = link_frame(self.run, self.name, peer.own_epoch, peer.session.report(), message)
-        return self._send(peer, [frame], now)
+        return self._send(peer, frame, (), now)
 
-    def _send(self, peer: _Peer, frames: list[bytes | memoryview], now: float) -> bool:
+    def _send(self, peer: _Peer, head: bytes, blobs: Sequence[bytes | memoryview], now: float) -> bool:
         """False when the socket has no room for this peer, or its connection is gone (then it is unbound)."""
         if peer.route is None:
             return False
         try:
-            self._socket.send(peer.route, zmq.SNDMORE | zmq.NOBLOCK)
-            self.bytes_sent += send_frames(self._socket, frames)
+            self._socket.send(peer.route, NOBLOCK_MORE)
+            self.bytes_sent += send_frames(self._socket, head, blobs)
         except zmq.Again:
             peer.session.owe(now)
             self._owing.add(peer)
@@ -385,8 +387,8 @@ class Server:
     def _answer(self, route: bytes, message: LinkMessage) -> None:
         """One reply to a connection without a session; lost when there is no room for it."""
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send(route, zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(link_frame(self.run, self.name, 0, NOTHING, message), zmq.NOBLOCK)
+            self._socket.send(route, NOBLOCK_MORE)
+            self._socket.send(link_frame(self.run, self.name, 0, NOTHING, message), NOBLOCK)
 
     # --- upkeep ------------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,10 @@ class Session(Generic[P]):
         self.unsent_bytes -= message.size
         return message
 
+    def peek(self) -> Outgoing[P] | None:
+        """What `next_to_send` would return."""
+        return self._unsent[0] if self._unsent and self._unsent[0].offset < self._limit else None
+
     def may_send(self) -> bool:
         return bool(self._unsent) and self._unsent[0].offset < self._limit
 
@@ -105,7 +109,8 @@ class Session(Generic[P]):
         acknowledgement of what was never numbered is ignored whole."""
         if ack > self._last_seq:
             return False
-        self._limit = max(self._limit, limit)
+        if limit > self._limit:
+            self._limit = limit
         if ack <= self.acknowledged_by_peer:
             return False
         self.acknowledged_by_peer = ack
@@ -144,16 +149,16 @@ class Session(Generic[P]):
     def accept(self, seq: int, size: int, now: float) -> Verdict:
         """Judge an incoming message of `size` bytes; on DELIVER it counts as received. A duplicate means that the
         peer missed our report, so another becomes due."""
-        if seq <= self.received:
-            self.owe(now)
-            return Verdict.DUPLICATE
-        if seq != self.received + 1:
+        if seq == self.received + 1:
+            if self._received_bytes >= self._reported.limit:
+                return Verdict.OVERDRAWN
+            self.received = seq
+            self._received_bytes += size
+            return Verdict.DELIVER
+        if seq > self.received:
             return Verdict.GAP
-        if self._received_bytes >= self._reported.limit:
-            return Verdict.OVERDRAWN
-        self.received = seq
-        self._received_bytes += size
-        return Verdict.DELIVER
+        self.owe(now)
+        return Verdict.DUPLICATE
 
     def acknowledge(self, now: float) -> None:
         """Everything received so far is safe with this side; the peer may forget it."""
@@ -172,9 +177,11 @@ class Session(Generic[P]):
         return self._received_bytes - self._consumed_bytes
 
     def report(self) -> Report:
-        """The report to put on an envelope that is about to be sent; nothing is owed after it."""
-        self._reported = Report(self._acknowledged, self._consumed_bytes + self.window)
-        self._owed_since = None
+        """The report to put on an envelope that is about to be sent; nothing is owed after it. (Without anything owed
+        it is the last one: made anew only when it changed.)"""
+        if self._owed_since is not None or not self._reported.limit:
+            self._owed_since = None
+            self._reported = Report(self._acknowledged, self._consumed_bytes + self.window)
         return self._reported
 
     def report_due(self) -> float | None:

@@ -166,7 +166,8 @@ class Play:
 
     def confirm(self, outcome: Any = "trained") -> list[Effect]:
         """Publish the next version and confirm the lent batch, all with one outcome."""
-        attempts = [(held.lease, sample) for group in self.replay.lent or () for sample, held in group.good.items()]
+        leases = [record for group in self.replay.lent or () for record in group.leases]
+        attempts = [(record.lease, held.sample) for record in leases for held in record.held]
         self.publish()
         dispositions = tuple(Disposition(lease, sample, outcome) for lease, sample in attempts)
         return self.apply(BatchConfirmed(self.replay.confirmed_batches, dispositions))

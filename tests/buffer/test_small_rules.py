@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from async_rl.config import Config, group_bytes
 from buffer.admission import TicketQueue, least_version, may_lease
 from buffer.capacity import Credit, fits
-from buffer.leases import Leases, eval_seed, train_instance, train_seed
-from buffer.ledger import EVALUATION, TRAINING, Ledger, LedgerError
+from buffer.leases import Leases, eval_seed, train_instance, train_seeds
+from buffer.ledger import EVALUATION, TRAINING, Account, Ledger, LedgerError, mask_of, members
+from buffer.nodes import Nodes
 from buffer.rules import rules_from_config
 
 # --- admission -------------------------------------------------------------------------------------------------------
@@ -42,11 +43,10 @@ def test_credit_counts_reservations_and_ready_bytes_against_one_capacity():
     credit = Credit(capacity_bytes=250, group_bytes=100)
     credit.reserve()
     credit.reserve()
-    assert not credit.admits(trainer_needs_it=False)
-    assert credit.admits(trainer_needs_it=True)
+    assert not credit.admits_one_more
     credit.became_ready(50)
     assert (credit.reserved_bytes, credit.ready_bytes) == (100, 50)
-    assert credit.admits(trainer_needs_it=False)
+    assert credit.admits_one_more
     credit.drawn(50)
     assert fits(credit.reserved_bytes, credit.ready_bytes, 150, 250)
 
@@ -54,48 +54,74 @@ def test_credit_counts_reservations_and_ready_bytes_against_one_capacity():
 # --- ledger ----------------------------------------------------------------------------------------------------------
 
 
+def account(ledger: Ledger, lease: int, *samples: int) -> Account:
+    made = Account(lease)
+    ledger.issue(made, mask_of(samples))
+    return made
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_a_mask_is_its_samples_in_order(samples):
+    assert members(mask_of(samples)) == tuple(sorted(samples))
+
+
 def test_trained_is_for_good():
     ledger = Ledger(TRAINING)
-    ledger.issue((1, 0))
+    attempt = account(ledger, 1, 0)
     for start, end in (("leased", "ready"), ("ready", "batched"), ("batched", "trained")):
-        ledger.move((1, 0), start, end)
+        ledger.move(attempt, 1, start, end)
     for start, end in (("trained", "dropped.stale"), ("batched", "trained"), ("leased", "ready")):
         with pytest.raises(LedgerError, match="closed or unknown"):
-            ledger.move((1, 0), start, end)
+            ledger.move(attempt, 1, start, end)
     assert ledger.counts()["trained"] == 1
 
 
 @pytest.mark.parametrize(("start", "end"), [("leased", "batched"), ("leased", "trained"), ("leased", "evaluated")])
 def test_a_move_that_the_rules_do_not_know_is_refused_and_changes_nothing(start, end):
     ledger = Ledger(TRAINING)
-    ledger.issue((1, 0))
+    attempt = account(ledger, 1, 0)
     before = ledger.counts()
-    with pytest.raises(LedgerError, match=r"attempt \(1, 0\), leased, cannot move"):
-        ledger.move((1, 0), start, end)
+    with pytest.raises(LedgerError, match=r"attempts 1/\(0,\) cannot move"):
+        ledger.move(attempt, 1, start, end)
     assert ledger.counts() == before
+    assert attempt.leased == 1
+
+
+def test_a_move_of_several_attempts_is_refused_whole_when_one_is_elsewhere():
+    ledger = Ledger(TRAINING)
+    group = account(ledger, 1, 0, 1, 2)
+    ledger.move(group, mask_of([1]), "leased", "ready")
+    before = ledger.counts()
+    with pytest.raises(LedgerError, match=r"attempts 1/\(0, 1\) cannot move from leased to ready"):
+        ledger.move(group, mask_of([0, 1]), "leased", "ready")
+    assert ledger.counts() == before
+    ledger.move(group, mask_of([0, 2]), "leased", "ready")
+    assert (ledger.counts()["ready"], group.ready, group.leased) == (3, 0b111, 0)
 
 
 def test_an_attempt_is_issued_once():
     ledger = Ledger(EVALUATION)
-    ledger.issue((1, 0))
+    attempt = account(ledger, 1, 0)
     with pytest.raises(LedgerError, match="twice"):
-        ledger.issue((1, 0))
+        ledger.issue(attempt, 1)
 
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.randoms(use_true_random=False))
 def test_the_ledger_balances_after_any_walk(walk, rng):
     ledger = Ledger(TRAINING)
+    accounts: dict[int, Account] = {}
     places: dict[tuple[int, int], str] = {}
     for lease, step in enumerate(walk):
         if step < 10 or not places:
-            ledger.issue((lease, 0))
-            places[lease, 0] = "leased"
+            accounts[lease] = account(ledger, lease, 0, 2)
+            places |= {(lease, 0): "leased", (lease, 2): "leased"}
         else:
-            attempt = rng.choice(sorted(places))
-            end = rng.choice(TRAINING[places[attempt]])
-            ledger.move(attempt, places.pop(attempt), end)
+            lease, sample = rng.choice(sorted(places))
+            start = places.pop((lease, sample))
+            end = rng.choice(TRAINING[start])
+            ledger.move(accounts[lease], mask_of([sample]), start, end)
             if end in TRAINING:
-                places[attempt] = end
+                places[lease, sample] = end
         assert ledger.balances
         counts = ledger.counts()
         assert all(counts[place] == list(places.values()).count(place) for place in TRAINING)
@@ -114,21 +140,32 @@ def test_what_was_open_at_a_checkpoint_is_cancelled_when_it_is_resumed():
 
 def test_instances_and_seeds_are_63_bits_the_same_everywhere_and_differ_in_every_part():
     assert train_instance(1, 2, 3) == 4456857213367275050
-    parts = [(1, 2, 3, 4, 0), (2, 2, 3, 4, 0), (1, 3, 3, 4, 0), (1, 2, 4, 4, 0), (1, 2, 3, 5, 0), (1, 2, 3, 4, 1)]
-    seeds = [train_seed(*part) for part in parts] + [train_instance(1, 2, 3), eval_seed(1, 2, 3)]
+    parts = ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))
+    seeds = [seed for part in parts for seed in train_seeds(*part, range(20), {})]
+    seeds += [train_seeds(1, 2, 3, (4,), {4: retry})[0] for retry in (1, 2)]
+    seeds += [train_instance(1, 2, 3), eval_seed(1, 2, 3)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@given(st.sets(st.integers(0, 30), min_size=1), st.dictionaries(st.integers(0, 30), st.integers(1, 3)))
+def test_a_samples_seed_does_not_depend_on_which_others_are_leased_with_it(samples, retries):
+    wanted = sorted(samples)
+    alone = [train_seeds(7, 5, 1, (sample,), retries)[0] for sample in wanted]
+    assert list(train_seeds(7, 5, 1, wanted, retries)) == alone
+
+
 def test_a_lease_expires_at_its_deadline_unless_it_is_closed():
-    leases = Leases(timeout=10)
-    first = leases.grant("a", 0, 0, (0, 1), 0, now=0.0)
-    second = leases.grant("a", 1, 0, (0,), 0, now=1.0)
-    leases.grant("a", 2, 0, (0,), 0, now=2.0)
-    assert leases.close_sample(second, 0)
+    leases, node = Leases(timeout=10), Nodes().joined("a", 8)
+    first = leases.grant(node, 0, 0, now=0.0)
+    second = leases.grant(node, 1, 0, now=1.0)
+    leases.grant(node, 2, 0, now=2.0)
+    leases.close(second)
     assert leases.expired(9.9) == []
     assert leases.expired(11.5) == [first]
     assert leases.expired(11.5) == []
+    assert leases.find(0) is first
+    assert leases.find(1) is None
     assert leases.was_issued(2)
     assert not leases.was_issued(3)
 

@@ -27,7 +27,6 @@ LONGER = {
     "async_rl/wire/server.py": 500,
     "buffer/replay.py": 500,
     "buffer/simulate.py": 500,
-    "inference/torch_engine.py": 500,
 }
 
 

@@ -15,7 +15,7 @@ import inference.compiled_step as compiled_step
 from async_rl.version import VersionRun
 from inference.compiled_build import Build
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ["qwen3", "mistral"]  # mistral: a window on every layer, no norms of queries and keys
 

@@ -14,7 +14,8 @@ from async_rl.errors import AsyncRLError
 from async_rl.trajectory import MaskReason, Segment, Trajectory, encode_trajectory, pack_segments
 from async_rl.version import VersionRun
 from async_rl.wire.link import Received
-from async_rl.wire.messages import BLOB_BYTES, Batch, BatchGroup, decode_body, encode_body
+from async_rl.wire.messages import Batch, BatchGroup, decode_body, encode_body
+from async_rl.wire.payloads import BLOB_BYTES
 from trainer.batches import TrainingBatch, prepare
 
 FOR_VERSION, K, VOCABULARY = 9, 4, 32

@@ -1,0 +1,69 @@
+"""`async-rl bench transport`: how fast trajectories travel from the nodes to the buffer, and on to the trainer.
+
+The limit is what ZeroMQ does with one frame a trajectory from PUSH to PULL, with nothing acknowledged, credited,
+leased or accounted for; the other arms are compared with it in the same round. What the arms do is said in
+bench_transport_arms.py and bench_transport_link.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Console
+
+from async_rl.run.bench import Arm, Cell, Measures, Metric, bench_main, bench_parser, finish_bench, run_bench
+from buffer.bench_transport_arms import Load, measure_push, measure_queue
+from buffer.bench_transport_link import measure_draw, measure_ingest, per_message
+
+BASELINE = "raw PUSH/PULL, one frame"
+METRICS = (
+    Metric("traj_per_s", "trajectories/s", "higher"),
+    Metric("cpu_us_per_traj", "CPU µs each", "lower"),
+    Metric("mb_per_s", "MB/s", "higher"),
+)
+WARM_S, WINDOW_S = 0.5, 2.0
+QUICK_WARM_S, QUICK_WINDOW_S = 0.2, 0.5
+
+
+def arms(load: Load) -> dict[str, Callable[[], Measures]]:
+    found: dict[str, Callable[[], Measures]] = {
+        BASELINE: partial(measure_push, load, lists=False),
+        "msgpack lists": partial(measure_push, load, lists=True),
+        "multiprocessing queue": partial(measure_queue, load),
+        "link: ingest": partial(measure_ingest, load, coalesced=False),
+        "link: ingest + draw": partial(measure_draw, load, coalesced=False),
+    }
+    if per_message(load, coalesced=True) > 1:
+        found["link: ingest, coalesced"] = partial(measure_ingest, load, coalesced=True)
+        found["link: ingest + draw, coalesced"] = partial(measure_draw, load, coalesced=True)
+    return found
+
+
+def main(options: argparse.Namespace, console: Console) -> None:
+    times = (QUICK_WARM_S, QUICK_WINDOW_S) if options.quick else (WARM_S, WINDOW_S)
+    cells = []
+    for tokens in options.tokens:
+        for producers in options.producers:
+            load = Load(tokens, producers, *times)
+            chosen = [Arm(name, measure) for name, measure in arms(load).items() if selected(name, options.arms)]
+            cells.append(Cell(f"{tokens} tokens, {producers} producers", chosen, BASELINE))
+    settings = {"tokens": options.tokens, "producers": options.producers, "window_s": times[1]}
+    finish_bench(run_bench("transport", cells, METRICS, options.rounds, settings, console), options, console)
+
+
+def selected(name: str, wanted: list[str]) -> bool:
+    return name == BASELINE or not wanted or any(part in name for part in wanted)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = bench_parser("transport", "Trajectories through the buffer, against raw ZeroMQ.", rounds=7)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], metavar="N")
+    parser.add_argument("--producers", type=int, nargs="+", default=[1, 4, 16], metavar="N")
+    parser.add_argument("--arms", nargs="+", default=[], metavar="TEXT", help="only arms whose name contains one")
+    return parser
+
+
+if __name__ == "__main__":
+    bench_main(main, parser())

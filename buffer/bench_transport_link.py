@@ -1,0 +1,348 @@
+"""The transport benchmark's arms with a buffer: the real service in a process of its own, reached over real links.
+
+Nodes are processes that do what an inference node does but sample: they introduce themselves, say what they serve, ask
+for work, and answer every attempt of every lease they get with a trajectory of its own, packed from arrays that were
+made before; every message is acknowledged. Nothing about a lease or a result is made up: the ledger is looked at after
+each measurement, and every attempt must be accounted for by what was delivered.
+
+    ingest         nobody reads, so the buffer holds what arrives: rounds of a fixed amount, each until the buffer has
+                   accepted the last trajectory, with everything drawn and confirmed between them. Only the filling is
+                   timed. The receiver here is the buffer, which checks every header and keeps the arrays packed, by
+                   design; arrays are built and sampled in the next arm only.
+    ingest + draw  a trainer process draws batch after batch, decodes, checks the headers, builds the arrays into the
+                   same ring as the raw arm's receiver, samples, confirms, and publishes the next version, which the
+                   nodes then serve: what is timed is a steady state, by what the trainer has taken in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from async_rl.config import Config, batch_bytes, config_from_table, load_config
+from async_rl.fingerprint import pacing
+from async_rl.run.bench import Measures
+from async_rl.run.directory import RunDirectory
+from async_rl.run.launch import child_environment, last_line
+from async_rl.trajectory import (
+    Segment,
+    Trajectory,
+    check_header,
+    decode_trajectory,
+    encode_trajectory,
+    pack_segments,
+    segment_arrays,
+)
+from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.link import Client, LinkTimeout, Received
+from async_rl.wire.messages import (
+    COALESCE_BYTES,
+    Batch,
+    Confirm,
+    Confirmed,
+    Disposition,
+    Draw,
+    Leases,
+    NodeReady,
+    NodeServing,
+    NodeWants,
+    PolicyPublished,
+    Results,
+    Role,
+    Status,
+    StatusRequest,
+    TrainerReady,
+)
+from async_rl.wire.payloads import unpack_payloads
+from buffer.bench_transport_arms import (
+    END_S,
+    START_S,
+    Arrays,
+    BenchError,
+    Crew,
+    Load,
+    Ring,
+    measures,
+    prepared,
+    steady,
+)
+
+FINGERPRINT = {"benchmark": "transport"}
+GROUPS_PER_STEP, GROUP_SIZE = 32, 8
+BATCH = GROUPS_PER_STEP * GROUP_SIZE
+AHEAD = 1024  # samples a node asks for beyond those it has delivered: the slots of a node, and some
+FILL_BYTES = 384 << 20  # of arrays in one round of ingest
+FILLS = 3
+DRAW_STALENESS = 8  # batches that nodes may be ahead while a trainer draws
+STEPS = 1_000_000
+LOOK_S = 0.005  # how often a node without work looks for a new version
+
+
+def policy(version: int) -> PolicyId:
+    return PolicyId("main", version, f"{version:064x}")
+
+
+# --- the service -----------------------------------------------------------------------------------------------------
+
+
+class House:
+    """A run directory and the buffer's process in it."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = config
+        self.directory = RunDirectory.create(folder / "run", config)
+        self.path = self.directory.path
+        self._log = folder / "buffer.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-P", "-m", "buffer.service", "--config", str(self.directory.config_path),
+                    "--dir", str(self.path), "--name", "buffer",
+                ],
+                env=child_environment(), stderr=log, stdout=log,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        if self.process.poll() is not None:
+            raise BenchError(f"the buffer ended with exit code {self.process.returncode}: {last_line(self._log)}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(END_S)
+
+
+@contextmanager
+def house(tokens: int, max_staleness: int) -> Iterator[House]:
+    """A buffer that has room for all that the bound admits."""
+    table: dict[str, Any] = {
+        "run": {"name": "bench", "steps": STEPS},
+        "model": {"path": "unused"},
+        "task": {"kind": "digit_sort"},
+        "inference": {"max_context": tokens},
+        "buffer": {
+            "endpoint": "tcp://127.0.0.1:*", "store_endpoint": "tcp://127.0.0.1:*", "max_staleness": max_staleness,
+            "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "capacity_bytes": 1 << 60,
+        },
+    }  # fmt: skip
+    config = config_from_table(table, "bench transport")
+    room = {**table["buffer"], "capacity_bytes": (max_staleness + 2) * batch_bytes(config)}
+    folder = Path(tempfile.mkdtemp(prefix="async-rl-bench-"))
+    made = House(config_from_table({**table, "buffer": room}, "bench transport"), folder)
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def dial(path: Path, role: Role, name: str) -> Client:
+    directory = RunDirectory.open(path)
+    link = Client(
+        directory.endpoint, run=directory.run_id, token=directory.token, role=role, name=name, peer="the buffer"
+    )
+    link.connect(START_S)
+    return link
+
+
+def receive(link: Client, kind: type) -> Received:
+    while True:
+        received = link.receive(START_S, kind.__name__)
+        if isinstance(received.message, kind):
+            return received
+
+
+def ask_status(tool: Client) -> Status:
+    tool.send(StatusRequest())
+    status: Status = receive(tool, Status).message
+    return status
+
+
+def check_status(status: Status) -> None:
+    """Every attempt is where it should be: nothing refused, dropped or outside the ledger."""
+    dropped = sum(count for place, count in status.ledger.items() if place.startswith("dropped."))
+    if dropped or status.outside:
+        raise BenchError(f"the buffer lost or refused something: {status.ledger}, {status.outside}")
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """One producer. It serves whatever `version` says was published last."""
+
+    def __init__(
+        self, link: Client, name: str, load: Load, per_message: int, seed: int, version: Any, delivered: Any
+    ) -> None:
+        self._link = link
+        self._name = name
+        self._seed = seed
+        self._all_delivered = delivered
+        self._per_message = per_message
+        self._arrays = prepared(load.tokens, seed)
+        self._random = random.Random(seed)
+        self._published = version
+        self._version = -1
+        self._owed: deque[tuple[int, int]] = deque()
+        self._delivered = 0
+        self._wanted = 0
+
+    def work(self) -> None:
+        self._link.send(NodeReady("bench", AHEAD, FINGERPRINT))
+        while True:
+            if self._published.value > self._version:
+                self._version = self._published.value
+                self._link.send(NodeServing(policy(self._version), 0, 0.0))
+            if self._delivered + AHEAD * 3 // 4 >= self._wanted:
+                self._wanted = self._delivered + AHEAD
+                self._link.send(NodeWants(self._wanted))
+            if self._owed:
+                self._deliver()
+                self._take(self._link.poll())
+            else:
+                self._wait()
+
+    def _deliver(self) -> None:
+        """One message with the next trajectories that are owed."""
+        results: list[msgspec.Raw] = []
+        while self._owed and len(results) < self._per_message:
+            lease, sample = self._owed.popleft()
+            results.append(msgspec.Raw(encode_trajectory(self._answer(lease, sample, next(self._arrays)))))
+        self._link.send(Results(tuple(results)))
+        self._delivered += len(results)
+        self._all_delivered[self._seed] = self._delivered
+
+    def _answer(self, lease: int, sample: int, arrays: Arrays) -> Trajectory:
+        prompt = max(1, len(arrays.tokens) // 8)
+        run = VersionRun(self._version, policy(self._version).digest, len(arrays.tokens) - prompt)
+        headers, packed = pack_segments([Segment(*arrays, (run,), "stop")])
+        return Trajectory(lease, sample, "ok", self._random.random(), headers, packed, node=self._name, engine="bench")
+
+    def _wait(self) -> None:
+        """For a lease, or until it is time to look for a new version."""
+        with contextlib.suppress(LinkTimeout):
+            self._take(self._link.receive(LOOK_S, "a lease"))
+
+    def _take(self, received: Received | None) -> None:
+        if received is not None and isinstance(received.message, Leases):
+            for lease in received.message.leases:
+                self._owed.extend((lease.lease, sample) for sample in lease.samples)
+
+
+def node_main(path: Path, load: Load, per_message: int, seed: int, version: Any, delivered: Any) -> None:
+    name = f"node-{seed}"
+    Node(dial(path, "node", name), name, load, per_message, seed, version, delivered).work()
+
+
+# --- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Draws, confirms, publishes. `take` is given every trajectory."""
+
+    def __init__(self, link: Client, config: Config, take: Callable[[Trajectory], None]) -> None:
+        self._link = link
+        self._take = take
+        link.send(TrainerReady(FINGERPRINT, pacing(config)))
+        link.send(PolicyPublished(policy(0)))
+        link.flush(START_S)
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
+        """Train batches first..last-1, and yield each version that is published by it. The next draw is asked for with
+        the confirmation, so that its batch is under way as early as may be."""
+        self._link.send(Draw(first))
+        for step in range(first, last):
+            received = receive(self._link, Batch)
+            dispositions = []
+            for payload in unpack_payloads(received.message.trajectories, received.blobs):
+                trajectory = decode_trajectory(payload)
+                check_header(trajectory)
+                self._take(trajectory)
+                dispositions.append(Disposition(trajectory.lease, trajectory.sample, "trained"))
+            self._link.send(PolicyPublished(policy(step + 1)))
+            self._link.send(Confirm(step, tuple(dispositions)))
+            if step + 1 < last:
+                self._link.send(Draw(step + 1))
+            receive(self._link, Confirmed)
+            yield step + 1
+
+
+def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
+    ring = Ring(load.tokens, count)
+    trainer = Trainer(
+        dial(path, "trainer", "trainer"),
+        load_config(str(path / "config.toml")),
+        lambda trajectory: ring.add(segment_arrays(trajectory)[0][:3]),
+    )
+    version.value = 0
+    for published in trainer.steps(0, STEPS):
+        version.value = published
+
+
+# --- the arms --------------------------------------------------------------------------------------------------------
+
+
+def per_message(load: Load, coalesced: bool) -> int:
+    """Trajectories to a message: one, or as many as make about COALESCE_BYTES."""
+    return max(1, COALESCE_BYTES // load.nbytes) if coalesced else 1
+
+
+def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: Any, delivered: Any) -> None:
+    crew.pids.append(made.process.pid)
+    for seed in range(load.producers):
+        crew.start(node_main, made.path, load, per_message(load, coalesced), seed, version, delivered)
+
+
+def measure_ingest(load: Load, coalesced: bool) -> Measures:
+    """FILLS timed rounds after one that is not, in which all memory is touched; load's times do not apply."""
+    batches = math.ceil(FILL_BYTES / (BATCH * load.nbytes))
+    with Crew() as crew, house(load.tokens, batches - 1) as made:
+        version, delivered = shared(crew, load)
+        link = dial(made.path, "trainer", "trainer")
+        trainer = Trainer(link, made.config, lambda trajectory: None)
+        start_nodes(crew, made, load, coalesced, version, delivered)
+        seconds = used = 0.0
+        for fill in range(FILLS + 1):
+            started, before = time.monotonic(), crew.cpu_s()
+            version.value = fill * batches
+            due = (fill + 1) * batches * BATCH
+            crew.wait_until(lambda due=due: sum(delivered) == due, "the nodes to deliver")  # type: ignore[misc]
+            crew.wait_until(lambda: ask_status(link).ready_groups == batches * GROUPS_PER_STEP, "the buffer to accept")
+            if fill:
+                seconds, used = seconds + time.monotonic() - started, used + crew.cpu_s() - before
+            for _ in trainer.steps(fill * batches, (fill + 1) * batches):
+                pass
+        check_status(ask_status(link))
+        link.close()
+        return measures(load, FILLS * batches * BATCH, seconds, used)
+
+
+def measure_draw(load: Load, coalesced: bool) -> Measures:
+    with Crew() as crew, house(load.tokens, DRAW_STALENESS) as made:
+        version, delivered = shared(crew, load)
+        tool = dial(made.path, "tool", "tool")
+        crew.start(trainer_main, made.path, load, version, crew.count)
+        start_nodes(crew, made, load, coalesced, version, delivered)
+        measured = steady(crew, load)
+        check_status(ask_status(tool))
+        tool.close()
+        return measured
+
+
+def shared(crew: Crew, load: Load) -> tuple[Any, Any]:
+    """What stands for the policy store: the version published last (-1: none). And how much each node delivered."""
+    version = crew.context.RawValue(ctypes.c_longlong, -1)
+    return version, crew.context.RawArray(ctypes.c_longlong, load.producers)

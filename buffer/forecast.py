@@ -1,0 +1,249 @@
+"""`async-rl simulate CONFIG`: the real rules under a virtual clock, from ten nodes to ten thousand.
+
+    async-rl simulate quickstart --from runs/latest
+    async-rl simulate my.toml --from runs/latest --nodes 64 --life 3600 --join 32@600
+    async-rl simulate my.toml --tokens-per-second 2500 --lengths 400,0.7 --train-seconds 20 --json forecast.json
+
+Throughput, staleness, waste and idle time for each number of nodes. Rates, staleness and the trainer's idle time leave
+out the first steps, until batches are as old as they will be (buffer.fit.settled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.errors import AsyncRLError
+from buffer.assumptions import World, add_options, world_from
+from buffer.fit import settled
+from buffer.rules import Rules
+from buffer.scenario import Scenario, as_table
+from buffer.simulate import simulate
+
+NODE_COUNTS = (10, 100, 1000, 10_000)
+PLAIN_WIDTH = 160  # columns where there is no terminal that says how wide it is
+
+
+class Forecast(NamedTuple):
+    """Of one simulated run. `tokens_per_s` are trained; `wasted` is the share of sampled training tokens that were
+    never trained, `dropped` says by reason how many attempts; `error` is not empty when the run could not go on."""
+
+    nodes: int
+    steps_per_s: float
+    tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    wasted: float
+    dropped: dict[str, int]
+    nodes_idle: float
+    trainer_idle: float
+    steps: int
+    virtual_s: float
+    events: int
+    took_s: float
+    error: str
+
+
+def forecast(rules: Rules, scenario: Scenario) -> Forecast:
+    started = time.perf_counter()
+    # Nothing here makes cycles, and the collector would look through millions of live objects again and again.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        result = simulate(rules, scenario)
+    finally:
+        if collecting:
+            gc.enable()
+    first = settled(len(result.log), rules.max_staleness)
+    after = result.log[first:]
+    span = after[-1].ended_s - (result.log[first - 1].ended_s if first else 0.0) if after else 0.0
+    tokens = sum(step.tokens for step in after)
+    dropped = {
+        place.removeprefix("dropped."): count
+        for place, count in result.ledger.items()
+        if place.startswith("dropped.") and count
+    }
+    return Forecast(
+        nodes=scenario.nodes,
+        steps_per_s=len(after) / span if span else 0.0,
+        tokens_per_s=tokens / span if span else 0.0,
+        staleness_mean=sum(step.age_tokens for step in after) / tokens if tokens else 0.0,
+        staleness_max=result.max_staleness,
+        wasted=max(0.0, 1.0 - result.trained_tokens / result.sampled_tokens) if result.sampled_tokens else 0.0,
+        dropped=dropped,
+        nodes_idle=result.nodes_idle,
+        trainer_idle=sum(step.draw_wait_s for step in after) / span if span else 0.0,
+        steps=result.steps,
+        virtual_s=result.seconds,
+        events=result.events,
+        took_s=time.perf_counter() - started,
+        error=result.error,
+    )
+
+
+def describe(world: World) -> list[str]:
+    """What a forecast is of, and what it assumes, in lines for people."""
+    rules, scenario, measured = world.rules, world.scenario, world.measured
+    source = f"lengths and speeds of {measured.directory}" if measured else "lengths and speeds as given"
+    lines = [
+        f"{rules.steps} steps of {rules.groups_per_step} groups of {rules.group_size}, bound {rules.max_staleness}, "
+        f"{scenario.slots} slots a node; {source}"
+    ]
+    if measured:
+        lines.append(
+            f"that run: {measured.steps_per_s:.3g} steps/s, {measured.tokens_per_s:.4g} trained tokens/s, mean "
+            f"staleness {measured.staleness:.2f} with {measured.config.inference.nodes} nodes, bound "
+            f"{measured.config.buffer.max_staleness}"
+        )
+    return lines + [f"assumed: {note}" for note in world.notes]
+
+
+def forecast_table(forecasts: Sequence[Forecast]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in (
+        "nodes", "steps/s", "trained tok/s", "staleness mean", "max", "wasted tokens", "idle nodes", "idle trainer",
+        "events", "took",
+    ):  # fmt: skip
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("dropped attempts")
+    for item in forecasts:
+        dropped = ", ".join(f"{reason} {count}" for reason, count in item.dropped.items()) or "none"
+        table.add_row(
+            str(item.nodes), f"{item.steps_per_s:.4g}", f"{item.tokens_per_s:.5g}", f"{item.staleness_mean:.2f}",
+            str(item.staleness_max), f"{item.wasted:.2%}", f"{item.nodes_idle:.1%}", f"{item.trainer_idle:.1%}",
+            str(item.events), f"{item.took_s:.1f} s", dropped,
+        )  # fmt: skip
+    return table
+
+
+def document(world: World, **parts: Any) -> dict[str, Any]:
+    """What --json writes."""
+    measured = world.measured
+    return {
+        "config": world.config.run.name,
+        "rules": as_table(world.rules),
+        "scenario": as_table(world.scenario),
+        "measured": {key: getattr(measured, key) for key in ("directory", "steps_per_s", "tokens_per_s", "staleness")}
+        if measured
+        else None,
+        "assumed": list(world.notes),
+        **parts,
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Raises AsyncRLError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value, indent=1) + "\n")
+    except OSError as error:
+        raise AsyncRLError(f"--json {path}: cannot be written: {error.strerror}") from error
+
+
+def run_command(
+    command: Callable[[argparse.Namespace, Console], None],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+) -> int:
+    """One message for an error; 130 for Ctrl-C. Returns the exit code."""
+    options = parser.parse_args(arguments)
+    try:
+        command(options, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
+    except AsyncRLError as error:
+        if options.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def simulate_command(options: argparse.Namespace, console: Console) -> None:
+    world = world_from(options)
+    scenario = world.scenario._replace(
+        node_life_s=options.life, joins=tuple(options.join), slowest=options.slowest
+    )
+    world = world._replace(scenario=scenario)
+    for line in describe(world):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    forecasts = []
+    for nodes in options.nodes:
+        with console.status(f"{nodes} nodes"):
+            forecasts.append(forecast(world.rules, scenario._replace(nodes=nodes)))
+    console.print(forecast_table(forecasts))
+    for item in forecasts:
+        if item.error:
+            console.print(f"{item.nodes} nodes: {item.error}", highlight=False, markup=False, soft_wrap=True)
+    if options.json is not None:
+        write_json(options.json, document(world, forecasts=[as_table(item) for item in forecasts]))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="async-rl simulate", description=about, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--nodes", type=_counts, default=NODE_COUNTS, metavar="N,N,…", help="numbers of nodes (10,100,1000,10000)"
+    )
+    parser.add_argument(
+        "--life", type=_seconds, default=0.0, metavar="SECONDS",
+        help="a node's mean life; it dies without a word, and joins again 10 s later (default: none dies)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--join", type=_join, action="append", default=[], metavar="N@SECONDS", help="N more nodes join then"
+    )
+    parser.add_argument(
+        "--slowest", type=_factor, default=1.0, metavar="FACTOR",
+        help="nodes differ: each is slower by a factor between 1 and this (default: all are alike)",
+    )  # fmt: skip
+    return run_command(simulate_command, parser, arguments)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(","))
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: 1 or more nodes")
+    return counts
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: not below 0")
+    return value
+
+
+def _factor(text: str) -> float:
+    value = float(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: 1 or more")
+    return value
+
+
+def _join(text: str) -> tuple[float, int]:
+    count, at, seconds = text.partition("@")
+    try:
+        join = float(seconds), int(count)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected N@SECONDS, for example 32@600") from error
+    if not at or join[0] < 0 or join[1] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected N@SECONDS, for example 32@600")
+    return join
+
+
+if __name__ == "__main__":
+    sys.exit(main())

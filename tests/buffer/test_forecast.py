@@ -1,0 +1,87 @@
+"""`async-rl simulate`: what it needs, what it says, and that its short cut for large runs changes little."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from buffer.forecast import forecast, main
+from buffer.scenario import Constant, Lognormal, Scenario, Speed, TrainerSpeed
+
+GIVEN = ("--tokens-per-second", "2000", "--lengths", "300,0.6", "--train-seconds", "3")
+SMALL = ("--steps", "12", "--set", "buffer.groups_per_step=4", "--set", "inference.max_new_tokens=1000",
+         "--set", "inference.max_context=1100", "--set", "run.eval_every=0", "--set", "inference.slots=16")  # fmt: skip
+
+
+def run(tmp_path: Path, *options: str) -> dict[str, object]:
+    path = tmp_path / "forecast.json"
+    assert main(["quickstart", *GIVEN, *SMALL, *options, "--json", str(path)]) == 0
+    return dict(json.loads(path.read_text()))
+
+
+def test_without_speeds_it_names_what_is_missing(capsys):
+    assert main(["quickstart"]) == 1
+    assert "--from DIR" in (said := capsys.readouterr().err)
+    assert all(option in said for option in ("--lengths", "--tokens-per-second", "--train-seconds"))
+    assert main(["quickstart", "--lengths", "10,0.5", "--train-seconds", "1"]) == 1
+    assert (said := capsys.readouterr().err).rstrip().endswith("or --tokens-per-second")
+    assert main(["quickstart", "--from", "nowhere"]) == 1
+    assert "no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_every_number_of_nodes_is_forecast_and_written(tmp_path, capsys):
+    written = run(tmp_path, "--nodes", "1,3")
+    one, three = written["forecasts"]
+    assert (one["nodes"], three["nodes"]) == (1, 3)
+    assert one["steps"] == three["steps"] == 12
+    assert 0 < one["steps_per_s"] < three["steps_per_s"] <= 1 / 3
+    assert one["trainer_idle"] > three["trainer_idle"]
+    assert one["wasted"] < 0.01
+    assert one["dropped"] == {}
+    assert written["rules"]["groups_per_step"] == 4
+    assert written["scenario"]["lengths"]["most"] == 1000
+    assert "idle trainer" in capsys.readouterr().out
+
+
+def test_the_same_seed_says_the_same_and_another_something_else(tmp_path):
+    said = [run(tmp_path, "--nodes", "2", "--seed", seed)["forecasts"][0]["virtual_s"] for seed in ("1", "1", "2")]
+    assert said[0] == said[1] != said[2]
+
+
+def test_deaths_cost_attempts_and_tokens(tmp_path):
+    (calm,) = run(tmp_path, "--nodes", "6")["forecasts"]
+    (deadly,) = run(tmp_path, "--nodes", "6", "--life", "20")["forecasts"]
+    assert deadly["dropped"]["node_lost"] > 0
+    assert deadly["wasted"] > 0.01
+    assert deadly["virtual_s"] > calm["virtual_s"]
+
+
+def test_nodes_that_join_help_from_then_on(tmp_path):
+    seconds = [
+        run(tmp_path, "--nodes", "1", *options)["forecasts"][0]["virtual_s"]
+        for options in ((), ("--join", "3@40"), ("--join", "3@0"))
+    ]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize("text", ["3", "3@", "@5", "0@5", "3@-1", "many@5"])
+def test_a_join_that_cannot_be_read_is_refused(text):
+    with pytest.raises(SystemExit):
+        main(["quickstart", "--join", text])
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_whole_groups_yield_what_single_samples_do(tools, bound):
+    """The short cut: a group's samples end together and take their average of rows until then."""
+    rules = tools.rules(steps=80, groups_per_step=16, group_size=8, max_staleness=bound, lease_timeout=1e5)
+    scenario = Scenario(
+        nodes=3, slots=32, lengths=Lognormal(200, 0.4), speed=Speed(0.01, 0.0005), push_s=Constant(0.1),
+        trainer=TrainerSpeed(Constant(3.0)),
+    )  # fmt: skip
+    each, whole = forecast(rules, scenario), forecast(rules, scenario._replace(whole_groups=True))
+    assert whole.events < each.events / 2
+    assert whole.steps_per_s == pytest.approx(each.steps_per_s, rel=0.1)
+    assert whole.staleness_mean == pytest.approx(each.staleness_mean, rel=0.1)
+    assert each.nodes_idle == pytest.approx(whole.nodes_idle, abs=0.1)
