@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 
 from async_rl.config import Config, batch_bytes, config_from_table, load_config
+from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import pacing
 from async_rl.run.bench import Measures
 from async_rl.run.directory import RunDirectory
@@ -116,9 +117,11 @@ class House:
                 env=child_environment(), stderr=log, stdout=log,
             )  # fmt: skip
 
-    def check(self) -> None:
+    def check(self, because: AsyncRLError | None = None) -> None:
+        """Raises BenchError when the buffer has ended, which then is the cause of any other error."""
         if self.process.poll() is not None:
-            raise BenchError(f"the buffer ended with exit code {self.process.returncode}: {last_line(self._log)}")
+            code, last = self.process.returncode, last_line(self._log)
+            raise BenchError(f"the buffer ended with exit code {code}: {last}") from because
 
     def close(self) -> None:
         self.process.kill()
@@ -144,6 +147,10 @@ def house(tokens: int, max_staleness: int) -> Iterator[House]:
     made = House(config_from_table({**table, "buffer": room}, "bench transport"), folder)
     try:
         yield made
+        made.check()
+    except AsyncRLError as error:
+        made.check(error)
+        raise
     finally:
         made.close()
         shutil.rmtree(folder, ignore_errors=True)

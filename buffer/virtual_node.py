@@ -34,8 +34,8 @@ class Job:
     longest, `tokens` those of each, `rows` the rows they take on the average."""
 
     __slots__ = (
-        "end", "first_tokens", "flips", "lease", "open", "policy", "prompt", "room", "rows", "samples", "start", "steps",
-        "tokens", "versions",
+        "end", "first_tokens", "flips", "lease", "open", "policy", "prompt", "room", "rows", "samples", "start",
+        "steps", "tokens", "versions",
     )  # fmt: skip
 
     def __init__(self, lease: Lease, samples: tuple[int, ...], steps: float, rows: float, tokens: int) -> None:
@@ -129,17 +129,22 @@ class VirtualEngine:
             return
         self._catch_up(now)
         for end, _, job in list(self._ends):
-            if job.end != end or end <= self._steps or job.lease.policy is not None:
-                continue
-            assert job.policy is not None
+            if job.end == end > self._steps and job.lease.policy is None:
+                self._rebind(job, policy)
+
+    def _rebind(self, job: Job, policy: PolicyId) -> None:
+        """A running job goes on under another policy."""
+        assert job.policy is not None
+        recomputed = policy, self._steps + 2
+        if job.prompt is None or job.prompt[1] != recomputed[1]:  # else the one before has not even begun
             job.flips += ((self._steps - job.start + job.first_tokens, job.policy),)
-            job.policy = policy
-            if self._in_flight == "recompute":
-                job.prompt = policy, self._steps + 2
-                if end > self._steps + 1:
-                    job.first_tokens += 1
-                    self.done_rows += job.rows
-                    self._end_with(job, end - 1)
+            if self._in_flight == "recompute" and job.end > self._steps + 1:
+                job.first_tokens += 1
+                self.done_rows += job.rows
+                self._end_with(job, job.end - 1)
+        job.policy = policy
+        if self._in_flight == "recompute":
+            job.prompt = recomputed
 
     def stop(self, now: float) -> None:
         """Nothing more will happen here; the books are closed."""
