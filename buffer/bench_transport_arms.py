@@ -34,7 +34,7 @@ RING_ROWS = 256
 PREPARED = 16  # different trajectories a producer packs in turn
 WAITING_MESSAGES = 64  # in each socket and in the queue: deeper ones only cost memory that is fresh each time
 VOCABULARY = 50_000
-START_S = 10.0  # for all processes to start and the first trajectory to arrive
+START_S = 30.0  # for all processes to start and the first trajectory to arrive
 END_S = 5.0  # for a process that was told to end
 
 

@@ -100,13 +100,16 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
 
 
 def test_a_jump_over_the_band_steps_back_and_goes_on_slower():
-    lines = []
-    # A band so narrow that at this rate one step leaps over it.
+    # A band so narrow that at this rate a step often leaps over it; for which seed depends on the machine's rounding.
     tiny = config(accuracy_low=0.25, accuracy_high=0.26, learning_rate=2e-2).model.tiny
-    torch.manual_seed(0)
-    made = warm_start(tiny, load_task(TASK), char_tokenizer(), lines.append)
-    assert 0.25 <= made.sampled_accuracy <= 0.26
-    assert any("back to below, learning rate 0.01" in line for line in lines)
+    for seed in range(20):
+        lines = []
+        torch.manual_seed(seed)
+        made = warm_start(tiny, load_task(TASK), char_tokenizer(), lines.append)
+        assert 0.25 <= made.sampled_accuracy <= 0.26
+        if any("back to below, learning rate 0.01" in line for line in lines):
+            return
+    pytest.fail("no seed leapt over the band")
 
 
 def test_a_band_that_is_not_reached_is_an_error_with_what_was():

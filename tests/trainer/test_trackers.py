@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,21 @@ def wandb_records(path: Path) -> Iterator[Any]:
             record = b""
 
 
+def whole_records(path: Path, patience_s: float = 20.0) -> list[Any]:
+    """W&B's own process writes the file, and may be a little behind."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        records = list(wandb_records(path))
+        if any(record.HasField("exit") for record in records) or time.monotonic() > deadline:
+            return records
+        time.sleep(0.1)
+
+
 def wandb_runs(context: PoolContext) -> list[tuple[Any, list[dict[str, Any]]]]:
     """What W&B would send: each session's run, and its rows."""
     sessions = []
     for path in sorted(context.directory.path.glob("wandb/offline-run-*/*.wandb")):
-        records = list(wandb_records(path))
+        records = whole_records(path)
         (run,) = (record.run for record in records if record.HasField("run"))
         rows = [
             {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
