@@ -51,7 +51,7 @@ from async_rl.wire.messages import (
 )
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from buffer import events
-from buffer.collector import collect_young_only
+from buffer.collector import collect_young_only, keep_pages
 from buffer.observed import Observed
 from buffer.replay import Replay, rules_from_config
 
@@ -59,7 +59,7 @@ log = logging.getLogger("buffer")
 
 TICK_S = 0.25  # how often deadlines are looked at
 POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
-COPIED_BYTES = 16 << 10  # smaller payloads are copied out of the message they came in
+COPIED_BYTES = 16 << 10  # smaller payloads are copied out of their message
 PARTING_S = 5.0  # how long the peers have to say goodbye after the end
 
 
@@ -266,10 +266,10 @@ class Service:
                 problem = f"{len(payload)} bytes, more than the {self._largest_payload} that were reserved for it"
         except TrajectoryError as error:
             problem = str(error)
+        of = trajectory
         return events.ResultArrived(
-            node, trajectory.lease, trajectory.sample, trajectory.status, trajectory.reward, trajectory.versions,
-            trajectory.n_tokens, payload, problem,
-        )  # fmt: skip
+            node, of.lease, of.sample, of.status, of.reward, of.versions, of.n_tokens, payload, problem
+        )
 
     def _apply_results(self) -> None:
         """What arrived in one burst is one event: lending and leasing are decided once for all of it."""
@@ -388,6 +388,7 @@ class Service:
 
 def body(context: PoolContext) -> None:
     collect_young_only()
+    keep_pages()
     server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
     try:
