@@ -251,8 +251,7 @@ class Service:
                 results.append(event)
 
     def _result_event(self, node: str, payload: bytes | memoryview) -> events.ResultArrived | None:
-        """Read the head of a trajectory; its arrays stay packed. What cannot be read at all names no attempt, so it
-        can only be counted."""
+        """Read the head of a trajectory, not its arrays. What cannot be read names no attempt: it is counted."""
         try:
             trajectory = decode_trajectory(payload)
         except msgspec.MsgspecError as error:
