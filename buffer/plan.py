@@ -177,16 +177,18 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
 
 def verdict(chosen: Point, machines: int | None) -> str:
     item = chosen.forecast
-    what = f"{chosen.nodes} inference node{'s' if chosen.nodes > 1 else ''}"
-    why = "the knee: more nodes add less than 5 %"
+    nodes = f"{chosen.nodes} inference node{'s' if chosen.nodes > 1 else ''}"
     if machines:
-        what += f" and {chosen.workers} trainer worker{'s' if chosen.workers > 1 else ''}"
-        why = f"the best split of {machines} machines"
+        workers = f"{chosen.workers} trainer worker{'s' if chosen.workers > 1 else ''}"
+        what = f"best split of {machines} machines: {nodes} and {workers}"
         if chosen.workers > 1:
-            why += f", if {chosen.workers} workers do train {chosen.workers} times as fast as one"
+            what += f", if {chosen.workers} workers do train {chosen.workers} times as fast as one"
+    else:
+        what = f"knee: {nodes}; more add less than 5 %"
+    pace = "the nodes set" if chosen.limited_by == "nodes" else "the trainer sets"
     return (
-        f"{what}: {why}; {item.steps_per_s:.3g} steps/s, {item.tokens_per_s:.4g} trained tokens/s, mean staleness "
-        f"{item.staleness_mean:.2f}; then the {'nodes' if chosen.limited_by == 'nodes' else 'trainer'} set the pace"
+        f"{what}. That yields {item.steps_per_s:.3g} steps/s, {item.tokens_per_s:.4g} trained tokens/s at a mean "
+        f"staleness of {item.staleness_mean:.2f}; {pace} the pace."
     )
 
 

@@ -3,17 +3,23 @@
     python docs/simulate/validate.py --runs DIR            make the runs that are missing there, then compare
     python docs/simulate/validate.py --runs DIR --next     make the next missing run only (they want a quiet machine)
 
-Writes validation.json and validation.md beside this file. Each run takes about a minute.
+Writes validation.json and validation.md beside this file, and what the fit needs of its run into fitted/, so that
+`async-rl simulate quickstart --from docs/simulate/fitted` works anywhere. Each run takes about a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import tomli_w
 from real import forecast, is_done, measured, real_run
+
+from async_rl.config import config_table, load_config
 
 HERE = Path(__file__).resolve().parent
 
@@ -30,12 +36,22 @@ RUNS: dict[str, dict[str, Any]] = {
 """By name: what differs from real.BASE."""
 
 
+def keep(run: Path, folder: Path) -> None:
+    """A run's config, without the place of its model on this machine, and its metrics."""
+    folder.mkdir(exist_ok=True)
+    config = load_config(str(run / "config.toml"))
+    table = config_table(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path="")))
+    (folder / "config.toml").write_text(tomli_w.dumps(table))
+    shutil.copyfile(run / "metrics.jsonl", folder / "metrics.jsonl")
+
+
 def compare(runs: Path) -> list[dict[str, Any]]:
+    keep(runs / "simulate-0", HERE / "fitted")
     rows = []
     for number, (name, changes) in enumerate(RUNS.items()):
         directory = runs / f"simulate-{number}"
         nodes = ("--nodes", str(changes["inference.nodes"]))
-        said = forecast("buffer.forecast", changes, runs / "simulate-0", directory / "forecast.json", *nodes)
+        said = forecast("buffer.forecast", changes, HERE / "fitted", directory / "forecast.json", *nodes)
         (predicted,) = said["forecasts"]
         rows.append({"run": name, "changes": changes, "predicted": predicted, "measured": measured(directory)})
     return rows

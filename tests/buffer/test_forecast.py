@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from buffer.forecast import forecast, main
 from buffer.scenario import Constant, Lognormal, Scenario, Speed, TrainerSpeed
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "simulate"
+FITTED = DOCS / "fitted"
 GIVEN = ("--tokens-per-second", "2000", "--lengths", "300,0.6", "--train-seconds", "3")
 SMALL = ("--steps", "12", "--set", "buffer.groups_per_step=4", "--set", "inference.max_new_tokens=1000",
          "--set", "inference.max_context=1100", "--set", "run.eval_every=0", "--set", "inference.slots=16")  # fmt: skip
@@ -29,6 +32,34 @@ def test_without_speeds_it_names_what_is_missing(capsys):
     assert (said := capsys.readouterr().err).rstrip().endswith("or --tokens-per-second")
     assert main(["quickstart", "--from", "nowhere"]) == 1
     assert "no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_cap_that_is_lifted_leaves_nothing_known_of_the_nodes(capsys):
+    """The kept run's nodes were held back by a cap: what they could do without it was never seen."""
+    assert main(["quickstart", "--from", str(FITTED)]) == 1
+    said = capsys.readouterr().err
+    assert "held back by inference.max_tokens_per_second" in said
+    assert "give --tokens-per-second" in said
+
+
+def test_what_differs_from_the_measured_run_is_said(capsys):
+    changes = ("trainer.rank=8", "task.digits=9", "inference.max_tokens_per_second=100", "run.eval_every=0")
+    options = [part for change in changes for part in ("--set", change)]
+    assert main(["quickstart", "--from", str(FITTED), *options, "--nodes", "1", "--steps", "4"]) == 0
+    assert "had another [task], trainer.rank" in capsys.readouterr().out
+
+
+def test_the_documented_forecasts_come_out_again(tmp_path):
+    """docs/simulate/validation.md: after a change of the rules or of the world, `validate.py` has to be run again."""
+    kept = json.loads((DOCS / "validation.json").read_text())
+    base = runpy.run_path(str(DOCS / "real.py"))["settings"]
+    for number, row in enumerate(kept):
+        said = tmp_path / f"{number}.json"
+        options = [*base(row["changes"]), "--nodes", str(row["changes"]["inference.nodes"]), "--json", str(said)]
+        assert main(["quickstart", "--from", str(FITTED), *options]) == 0
+        (now,) = json.loads(said.read_text())["forecasts"]
+        for key in ("steps_per_s", "staleness_mean"):
+            assert now[key] == pytest.approx(row["predicted"][key], rel=0.02), (row["run"], key)
 
 
 def test_every_number_of_nodes_is_forecast_and_written(tmp_path, capsys):
