@@ -50,7 +50,8 @@ def main(options: argparse.Namespace, console: Console) -> None:
             chosen = [Arm(name, measure) for name, measure in arms(load).items() if selected(name, options.arms)]
             cells.append(Cell(f"{tokens} tokens, {producers} producers", chosen, BASELINE))
     settings = {"tokens": options.tokens, "producers": options.producers, "window_s": times[1]}
-    finish_bench(run_bench("transport", cells, METRICS, options.rounds, settings, console), options, console)
+    rounds = 1 if options.quick else options.rounds
+    finish_bench(run_bench("transport", cells, METRICS, rounds, settings, console), options, console)
 
 
 def selected(name: str, wanted: list[str]) -> bool:
