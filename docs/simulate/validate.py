@@ -26,10 +26,10 @@ HERE = Path(__file__).resolve().parent
 FITTED = "fitted"
 RUNS: dict[str, dict[str, Any]] = {
     FITTED: {"run.steps": 40, "inference.nodes": 2},
-    "twice the nodes: the trainer sets the pace": {"run.steps": 50, "inference.nodes": 4},
+    "twice the nodes: the trainer sets the pace": {"run.steps": 60, "inference.nodes": 4},
     "lock-step (bound 0)": {"run.steps": 40, "inference.nodes": 2, "buffer.max_staleness": 0},
     "one node of other slots and cap, flips in flight, half the batch": {
-        "run.steps": 50, "inference.nodes": 1, "inference.slots": 48, "inference.max_tokens_per_second": 500,
+        "run.steps": 90, "inference.nodes": 1, "inference.slots": 48, "inference.max_tokens_per_second": 500,
         "inference.in_flight": "continue", "buffer.groups_per_step": 4,
     },
 }  # fmt: skip
