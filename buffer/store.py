@@ -22,6 +22,7 @@ import msgspec
 
 from async_rl.run.dial import listen
 from async_rl.run.exporter import Reading
+from async_rl.run.killpoints import reached
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, Received, Server
@@ -99,10 +100,12 @@ class PolicyFiles:
         descriptor = os.open(self._folder, os.O_RDONLY)
         os.fsync(descriptor)  # the new name
         os.close(descriptor)
+        reached("store.before-index")
         with (self._folder / "index.jsonl").open("a") as index:
             index.write(json.dumps([self._run, *msgspec.to_builtins(entry)]) + "\n")
             index.flush()
             os.fsync(index.fileno())
+        reached("store.after-index")
         self._stored[upload.policy] = entry
         self._sweep()
         return entry
@@ -206,6 +209,7 @@ class StoreService:
         for node, role in list(self._server.peers.items()):
             if role == "node":
                 self._send(node, Announce(*entry))
+        reached("store.after-announce")
         self._send(peer, Stored(upload.policy))
 
     def _on_pull(self, peer: str, pull: Pull) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from async_rl.fingerprint import fingerprint
 from async_rl.run.dial import dial_services
 from async_rl.run.exporter import Reading
+from async_rl.run.killpoints import reached
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.tasks.registry import load_task
@@ -150,6 +151,7 @@ class Node:
             case Received(message=Leases(leases)):
                 for lease in leases:
                     self._on_lease(lease)
+                reached("node.after-lease")
             case Received(message=Cancel(leases, reason)):
                 log.info("%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
@@ -235,6 +237,7 @@ class Node:
         encoded = [encode_trajectory(trajectory) for trajectory in self._outbox]
         self._outbox.clear()
         for batch in coalesce(encoded):
+            reached("node.before-results")
             inline, blobs = pack_payloads(batch)
             self._buffer.send(Results(inline), blobs)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
+from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from inference.engine import Engine, InFlight, Installed, Request
 from inference.policies import PolicyFetched
@@ -99,7 +100,9 @@ class Serving:
             if installed is None:
                 continue
             if fetched.order > self._served_order:
+                reached("node.before-flip")
                 self._engine.flip(fetched.policy, self._in_flight)
+                reached("node.after-flip")
                 self._served_order = fetched.order
                 flipped = Flipped(installed, fetched.fetch_ms + (now - entry.arrived) * 1e3)
             self._start_waiting(fetched.policy)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from async_rl.errors import AsyncRLError
+from async_rl.run.killpoints import reached
 
 MANIFEST = "manifest.json"
 LEARNER = "learner.json"
@@ -63,6 +64,7 @@ def write_checkpoint(root: Path, version: int, save: Callable[[Path], None], sta
     partial.mkdir()
     try:
         save(partial)
+        reached("trainer.in-checkpoint")
         (partial / LEARNER).write_bytes(msgspec.json.format(msgspec.json.encode(dict(state))))
         files = {path.name: FileEntry(path.stat().st_size, _sha256(path)) for path in sorted(partial.iterdir())}
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(version, files))))

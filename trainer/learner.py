@@ -13,6 +13,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint, pacing
 from async_rl.run.curve import draw_learning_curve
 from async_rl.run.dial import dial_services
+from async_rl.run.killpoints import reached
 from async_rl.run.metrics import MetricsWriter, read_metrics
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
@@ -105,6 +106,7 @@ class Learner:
                 started = time.monotonic()
                 drawn = self._draw(state.version)
                 drawn_at = time.monotonic()
+                reached("trainer.after-draw")
                 batch = prepare(
                     drawn,
                     self._config.buffer.max_staleness,
@@ -114,7 +116,9 @@ class Learner:
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
                 result = self._backend.step(batch.samples, rate)
                 trained_at = time.monotonic()
+                reached("trainer.after-step")
                 self._confirm(drawn.message, batch)
+                reached("trainer.after-confirm")
                 published = self._publish()
                 published_at = time.monotonic()
                 self._checkpoint_if_due()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkTimeout
 from async_rl.wire.messages import PinPolicy, PolicyPublished, Stored, Upload
@@ -36,6 +37,7 @@ class Publisher:
         # Not just sent but handled: a node that serves the policy may speak to the buffer over a faster connection.
         self._buffer.flush(STORE_TIMEOUT_S)
         self._store.send(Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest()), [data])
+        reached("trainer.after-upload")
         self._await_stored(policy)
         return Published(len(data), (time.monotonic() - started) * 1e3)
 

@@ -29,6 +29,7 @@ from typing import NoReturn
 import async_rl
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
+from async_rl.run import killpoints
 from async_rl.run.directory import RunDirectory
 from async_rl.run.exporter import Exporter
 
@@ -86,6 +87,7 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
     log call it: a module's name, or its file."""
     arguments = _parse_arguments(module)
     _prepare_logging(logging.DEBUG if arguments.debug else logging.INFO)
+    killpoints.this_process_is(arguments.name)
     directory = None
     try:
         check_house(name for name in HOUSE if name in sys.modules)
