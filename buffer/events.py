@@ -45,6 +45,38 @@ class NodeLost(Event, frozen=True, tag=True, array_like=True):
     reason: str
 
 
+class NodeDraining(Event, frozen=True, tag=True, array_like=True):
+    """The node is about to leave: it gets no lease any more, and still delivers."""
+
+    node: str
+
+
+class SamplesReturned(Event, frozen=True, tag=True, array_like=True):
+    """A node gives back what it has not begun, or does not hand over: leased again as it was."""
+
+    node: str
+    lease: int
+    samples: tuple[int, ...]
+
+
+class HandedPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An attempt that was begun: `versions` are the runs over what was sampled so far, `payload` the encoded
+    trajectory, opaque here; `problem` as in ResultArrived."""
+
+    sample: int
+    versions: tuple[VersionRun, ...]
+    payload: bytes | memoryview
+    problem: str = ""
+
+
+class PrefixesHandedOver(Event, frozen=True, tag=True, array_like=True):
+    """All that a node still owes of a lease and has begun. The attempts stay the same, under another holder."""
+
+    node: str
+    lease: int
+    prefixes: tuple[HandedPrefix, ...]
+
+
 class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     """One attempt came back. `payload` is the encoded trajectory, opaque here; `problem` is not empty when the
     service already found it broken (sizes, versions, log-probabilities)."""
@@ -106,6 +138,7 @@ class RunFinished(Event, frozen=True, tag=True, array_like=True):
 AnyEvent = (
     NodeJoined | NodeAttested | NodeWanted | NodeLost | ResultArrived | ResultsArrived | PolicyRegistered
     | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
+    | NodeDraining | SamplesReturned | PrefixesHandedOver
 )  # fmt: skip
 
 
@@ -116,6 +149,14 @@ class Effect(msgspec.Struct, frozen=True, gc=False):
 class GrantLease(Effect, frozen=True):
     node: str
     lease: Lease
+
+
+class MoveLease(Effect, frozen=True):
+    """`node` goes on with a lease that another one began; `payloads` as HandedPrefix, in the order of its samples."""
+
+    node: str
+    lease: Lease
+    payloads: tuple[bytes | memoryview, ...]
 
 
 class CancelLease(Effect, frozen=True):

@@ -2,7 +2,8 @@
 
     joining   connected, but no policy is registered yet: there is nothing to load
     syncing   a policy is registered; the node has attested none
-    ready     the node attested a registered policy; only now may it hold leases
+    ready     the node attested a registered policy; only now may it be given leases
+    draining  about to leave: it delivers or hands over what it holds, and gets nothing more
     gone      lost, left, or replaced by a node of the same name, which starts anew
 
 Demand is cumulative: the node says how many samples it has asked for since it joined, the buffer knows how many it
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from async_rl.version import PolicyId
 
-NodeState = Literal["joining", "syncing", "ready", "gone"]
+NodeState = Literal["joining", "syncing", "ready", "draining", "gone"]
 
 
 class NodeView(NamedTuple):
@@ -101,7 +102,12 @@ class Nodes:
 
     def attested(self, node: Node, policy: PolicyId) -> None:
         node.policy = policy
-        node.state = "ready"
+        if node.state != "draining":
+            node.state = "ready"
+            self._file(node)
+
+    def drains(self, node: Node) -> None:
+        node.state = "draining"
         self._file(node)
 
     def wants(self, node: Node, total_samples: int) -> None:

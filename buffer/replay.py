@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 
 from async_rl.version import is_stale, oldest_version
 from async_rl.wire.messages import Lease, Progress
+from buffer import leaving
 from buffer.admission import may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
@@ -51,6 +52,7 @@ from buffer.events import (
     Ticked,
 )
 from buffer.groups import Group, Groups, batch_group
+from buffer.handover import Handovers
 from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
 from buffer.results import Refusal, is_owed, sort_dispositions, why_not_owed, why_refused
@@ -61,7 +63,8 @@ __all__ = ["Replay", "Rules", "rules_from_config"]
 
 
 class Replay:
-    """Owns all state of one run's buffer. Attributes are for reading; only `apply` changes them."""
+    """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here and those
+    of buffer.leaving."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -69,13 +72,14 @@ class Replay:
         self.leases = Leases(rules.lease_timeout)
         self.nodes = Nodes()
         self.evaluations = Evaluations(rules.eval_share, rules.max_tries)
+        self.handovers = Handovers()
         self.confirmed_batches = 0
         self.lent: list[Group] | None = None
         self.draw_pending = False
         self.ended = ""
-        self._outside: Counter[str] = Counter()
+        self.outside_counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        self._published: dict[int, set[str]] = {}  # digests by version
+        self.published: dict[int, set[str]] = {}  # digests by version
 
     # --- views -------------------------------------------------------------------------------------------------------
 
@@ -93,7 +97,7 @@ class Replay:
     def outside(self) -> dict[str, int]:
         """What changed nothing, by kind: late, unknown_attempt, wrong_node, unknown_node, unregistered_policy,
         repeated_confirm."""
-        return dict(self._outside)
+        return dict(self.outside_counts)
 
     @property
     def refused(self) -> dict[str, int]:
@@ -147,6 +151,8 @@ class Replay:
                 self._lease_evaluation(now, effects)
             if self.draw_pending:
                 self._lend(now, effects)
+            if self.handovers.parked:
+                leaving.move_leases(self, effects)
             self._lease_training(now, effects)
         return effects
 
@@ -160,7 +166,7 @@ class Replay:
         results = event.results if isinstance(event, ResultsArrived) else (event,)
         for result in results:
             if isinstance(result, ResultArrived):
-                self._outside["late"] += 1
+                self.outside_counts["late"] += 1
                 effects.append(ResultRefused(result.node, result.lease, result.sample, "the run has ended"))
 
     # --- nodes -------------------------------------------------------------------------------------------------------
@@ -172,35 +178,36 @@ class Replay:
         self.nodes.joined(event.node, event.slots)
 
     def _node_attested(self, event: NodeAttested, now: float, effects: list[Effect]) -> None:
-        node = self._known(event.node)
+        node = self.known(event.node)
         if node is None:
             return
-        if event.policy.digest not in self._published.get(event.policy.version, ()):
-            self._outside["unregistered_policy"] += 1
+        if event.policy.digest not in self.published.get(event.policy.version, ()):
+            self.outside_counts["unregistered_policy"] += 1
             return
         self.nodes.attested(node, event.policy)
         self.evaluations.offer(node)
 
     def _node_wanted(self, event: NodeWanted, now: float, effects: list[Effect]) -> None:
-        node = self._known(event.node)
+        node = self.known(event.node)
         if node is not None:
             self.nodes.wants(node, event.total_samples)
 
     def _node_lost(self, event: NodeLost, now: float, effects: list[Effect]) -> None:
-        node = self._known(event.node)
+        node = self.known(event.node)
         if node is not None:
             self._lose(node, event.reason)
 
-    def _known(self, name: str) -> Node | None:
+    def known(self, name: str) -> Node | None:
         node = self.nodes.get(name)
         if node is None:
-            self._outside["unknown_node"] += 1
+            self.outside_counts["unknown_node"] += 1
         return node
 
     def _lose(self, node: Node, reason: str) -> None:
         self.nodes.lost(node, reason)
-        for lease in sorted(node.leases):
-            self._take_back(self._open(lease), "node_lost")
+        for number in sorted(node.leases):
+            lease = self._open(number)
+            self.take_back(lease, "node_lost", lease.leased)
         self.evaluations.withdraw(node)
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -218,16 +225,16 @@ class Replay:
         lease = self.leases.find(number)
         if lease is None:
             for event in results:
-                self._refuse(event, why_not_owed(event, None, 0, self.leases), self._outside, effects)
+                self._refuse(event, why_not_owed(event, None, 0, self.leases), self.outside_counts, effects)
             return
         owed = lease.leased
         good: list[ResultArrived] = []
         for event in results:
             if not is_owed(event, lease, owed):
-                self._refuse(event, why_not_owed(event, lease, owed, self.leases), self._outside, effects)
+                self._refuse(event, why_not_owed(event, lease, owed, self.leases), self.outside_counts, effects)
                 continue
             owed ^= 1 << event.sample
-            refusal = why_refused(event, lease, self._published)
+            refusal = why_refused(event, lease, self.published)
             if refusal is not None:
                 self._refuse(event, refusal, self._refused, effects)
             if isinstance(lease, EvalLease):
@@ -239,9 +246,7 @@ class Replay:
         if good:
             self._accept(lease, good, now)
 
-    def _refuse(
-        self, event: ResultArrived, refusal: Refusal, counter: Counter[str], effects: list[Effect]
-    ) -> None:
+    def _refuse(self, event: ResultArrived, refusal: Refusal, counter: Counter[str], effects: list[Effect]) -> None:
         counter[refusal.kind] += 1
         effects.append(ResultRefused(event.node, event.lease, event.sample, refusal.reason))
 
@@ -260,6 +265,7 @@ class Replay:
                     continue
                 self.groups.enter_age(lease.ticket, oldest)
             samples |= 1 << sample
+            self.handovers.arrived(lease.lease, sample, versions)
             held.append(Held(sample, event.reward, oldest, event.payload, version, now))
         if stale:
             self.groups.give_back(lease, stale, "stale")  # saves work, as the sweep does
@@ -294,6 +300,7 @@ class Replay:
         node.leased_samples -= samples
         if not lease.leased:
             self.leases.close(lease)
+            self.handovers.closed(lease.lease)
             node.leases.remove(lease.lease)
             if not isinstance(lease, EvalLease):
                 self.groups.lease_closed(lease)
@@ -303,9 +310,10 @@ class Replay:
         assert lease is not None
         return lease
 
-    def _take_back(self, lease: LeaseRecord, why: Literal["node_lost", "cancelled"]) -> None:
-        """Close all that the lease still owes; it is leased again."""
-        owed = lease.leased
+    def take_back(self, lease: LeaseRecord, why: Literal["node_lost", "cancelled"], owed: int) -> None:
+        """Close these samples (a mask) that the lease still owes; they are leased again."""
+        if not owed:
+            return
         if isinstance(lease, EvalLease):
             self.evaluations.dropped(lease, why)
         else:
@@ -313,8 +321,9 @@ class Replay:
         self._closed(lease, owed.bit_count())
 
     def _cancel(self, lease: LeaseRecord, reason: str, effects: list[Effect]) -> None:
-        self._take_back(lease, "cancelled")
-        effects.append(CancelLease(lease.node, lease.lease, reason))
+        self.take_back(lease, "cancelled", lease.leased)
+        if lease.holder is not self.handovers.nobody:
+            effects.append(CancelLease(lease.node, lease.lease, reason))
 
     def _ticked(self, event: Ticked, now: float, effects: list[Effect]) -> None:
         for lease in self.leases.expired(now):
@@ -338,11 +347,16 @@ class Replay:
             node.leases.add(lease.lease)
             node.leased_samples += len(samples)
             nodes.granted(node, len(samples))
-            seeds = train_seeds(rules.run_seed, ticket, group.try_, samples, group.retries)
-            message = Lease(
-                lease.lease, ticket, group.try_, group.instance, "train", samples, seeds, version, rules.sampling
-            )  # fmt: skip
-            effects.append(GrantLease(node.name, message))
+            effects.append(GrantLease(node.name, self.message_of(lease, group, samples)))
+
+    def message_of(self, lease: LeaseRecord, group: Group, samples: tuple[int, ...]) -> Lease:
+        """A training lease as its node is told of it."""
+        rules = self.rules
+        seeds = train_seeds(rules.run_seed, group.ticket, group.try_, samples, group.retries)
+        return Lease(
+            lease.lease, group.ticket, group.try_, group.instance, "train", samples, seeds, lease.min_version,
+            rules.sampling,
+        )  # fmt: skip
 
     def _lease_evaluation(self, now: float, effects: list[Effect]) -> None:
         self.evaluations.start_next(now, self.nodes.ready())
@@ -362,7 +376,7 @@ class Replay:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _eval_requested(self, event: EvalRequested, now: float, effects: list[Effect]) -> None:
-        if event.policy.digest not in self._published.get(event.policy.version, ()):
+        if event.policy.digest not in self.published.get(event.policy.version, ()):
             self._end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
         else:
             self.evaluations.request(event)
@@ -376,7 +390,7 @@ class Replay:
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
-        self._published.setdefault(event.policy.version, set()).add(event.policy.digest)
+        self.published.setdefault(event.policy.version, set()).add(event.policy.digest)
         self.nodes.policy_registered()
 
     def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:
@@ -404,7 +418,7 @@ class Replay:
 
     def _batch_confirmed(self, event: BatchConfirmed, now: float, effects: list[Effect]) -> None:
         if event.batch < self.confirmed_batches:
-            self._outside["repeated_confirm"] += 1
+            self.outside_counts["repeated_confirm"] += 1
             return
         if self.lent is None or event.batch != self.confirmed_batches:
             lent = "none is lent" if self.lent is None else f"batch {self.confirmed_batches} is lent"
@@ -466,4 +480,5 @@ class Replay:
         Resumed: _resumed,
         Ticked: _ticked,
         RunFinished: _run_finished,
+        **leaving.HANDLERS,
     }

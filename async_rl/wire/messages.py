@@ -4,11 +4,11 @@ One msgpack frame carries one envelope; what is larger than a megabyte follows a
 structs are arrays on the wire (no field names), so a field may only be appended, with a default; anything else is a
 new SCHEMA. Who sends what:
 
-    node    -> buffer   NodeReady, NodeServing, NodeTrouble, NodeWants, Results
-    buffer  -> node     Leases, Cancel, Introduce, Stop
+    node    -> buffer   NodeReady, NodeServing, NodeTrouble, NodeWants, Results, NodeDraining, GiveBack, HandOver
+    buffer  -> node     Leases, Cancel, Introduce, Drain, TakeOver, Stop
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
-    tool    -> buffer   StatusRequest            buffer -> tool      Status
+    tool    -> buffer   StatusRequest, Drain     buffer -> tool      Status, DrainAnswer
     trainer -> store    Upload, PinPolicy        store  -> trainer   Stored
     node    -> store    Pull                     store  -> node      Announce, Chunk
 """
@@ -144,6 +144,55 @@ class Stop(Message, frozen=True, array_like=True, tag=True):
 
     reason: str
     error: str = ""
+
+
+# --- a node that leaves ----------------------------------------------------------------------------------------------
+
+
+class Drain(Message, frozen=True, array_like=True, tag=True):
+    """Leave: from a tool to the buffer, which tells the node. `grace_s` is how long it may take; None is the node's
+    own launch.grace."""
+
+    node: str
+    grace_s: float | None = None
+
+
+class DrainAnswer(Message, frozen=True, array_like=True, tag=True):
+    """The node was told; or `error` says why there is none to tell."""
+
+    node: str
+    error: str = ""
+
+
+class NodeDraining(Message, frozen=True, array_like=True, tag=True):
+    """The node leaves, within `grace_s` seconds: no lease for it any more."""
+
+    grace_s: float
+
+
+class LeaseSamples(msgspec.Struct, frozen=True, array_like=True):
+    lease: int
+    samples: tuple[int, ...]
+
+
+class GiveBack(Message, frozen=True, array_like=True, tag=True):
+    """Samples that the node has not begun, or does not hand over: they are leased again."""
+
+    leases: tuple[LeaseSamples, ...]
+
+
+class HandOver(Message, frozen=True, array_like=True, tag=True):
+    """All that the node still owes and has begun: prompt and tokens so far as encoded trajectories of status
+    "aborted", in any order. A finish other than "abort" says that only the score is missing."""
+
+    prefixes: tuple[msgspec.Raw, ...]
+
+
+class TakeOver(Message, frozen=True, array_like=True, tag=True):
+    """A lease that another node began: go on from these prefixes, in the order of its samples."""
+
+    lease: Lease
+    prefixes: tuple[msgspec.Raw, ...]
 
 
 # --- trainer and buffer ----------------------------------------------------------------------------------------------
@@ -293,6 +342,7 @@ class Status(Message, frozen=True, tag=True):
     push_ms: tuple[float, ...]
     bound: int
     pushes: int = 0
+    handovers: dict[str, int] = {}
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):
@@ -356,6 +406,7 @@ AnyMessage = (
     NodeReady | NodeServing | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
     | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
+    | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

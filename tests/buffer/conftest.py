@@ -89,6 +89,8 @@ def audit(replay: Replay) -> None:
     owed: Counter[str] = Counter()
     for lease in replay.leases.open.values():
         owed[lease.node] += len(lease.samples)
+    holders = {id(lease.holder): lease.holder for lease in replay.leases.open.values()}.values()
+    assert sorted(number for holder in holders for number in holder.leases) == list(replay.leases.open)
     evaluating_on = Counter(lease.node for lease in evaluating)
     for node in replay.nodes_view().values():
         assert node.leased_samples == owed[node.name]

@@ -21,8 +21,9 @@ HEAVY = {"torch", "transformers", "peft", "safetensors", "vllm", "sglang"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
 MAX_LINES = 400
-# One idea each that does not come apart: the ends of the link; the rules composed, served, simulated; an engine.
+# One idea each that does not come apart: what is said, and the ends of the link; the rules composed, served, simulated.
 LONGER = {
+    "async_rl/wire/messages.py": 500,
     "async_rl/wire/client.py": 500,
     "async_rl/wire/server.py": 500,
     "buffer/replay.py": 500,
