@@ -39,6 +39,7 @@ from async_rl.fingerprint import pacing
 from async_rl.run.bench import Measures
 from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment, last_line
+from async_rl.run.pages import keep_pages
 from async_rl.trajectory import (
     Segment,
     Trajectory,
@@ -250,6 +251,7 @@ class Node:
 
 
 def node_main(path: Path, load: Load, per_message: int, seed: int, version: Any, delivered: Any) -> None:
+    keep_pages()
     name = f"node-{seed}"
     Node(dial(path, "node", name), name, load, per_message, seed, version, delivered).work()
 
@@ -288,6 +290,7 @@ class Trainer:
 
 
 def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
+    keep_pages()
     ring = Ring(load.tokens, count)
     trainer = Trainer(
         dial(path, "trainer", "trainer"),

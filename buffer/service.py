@@ -51,7 +51,7 @@ from async_rl.wire.messages import (
 )
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from buffer import events
-from buffer.collector import collect_young_only, keep_pages
+from buffer.collector import collect_young_only
 from buffer.observed import Observed
 from buffer.replay import Replay, rules_from_config
 
@@ -387,7 +387,6 @@ class Service:
 
 def body(context: PoolContext) -> None:
     collect_young_only()
-    keep_pages()
     server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
     try:

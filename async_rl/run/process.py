@@ -32,6 +32,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.run import killpoints
 from async_rl.run.directory import RunDirectory
 from async_rl.run.exporter import Exporter
+from async_rl.run.pages import keep_pages
 
 HOUSE = ("buffer", "inference", "trainer")
 PARENT_VARIABLE = "ASYNC_RL_PARENT_DEATH"  # the launcher's process id: end when it is gone
@@ -88,6 +89,7 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
     arguments = _parse_arguments(module)
     _prepare_logging(logging.DEBUG if arguments.debug else logging.INFO)
     killpoints.this_process_is(arguments.name)
+    keep_pages()
     directory = None
     try:
         check_house(name for name in HOUSE if name in sys.modules)
