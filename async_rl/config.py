@@ -100,6 +100,8 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Seconds; a peer that is silent for three is gone."""
     lease_timeout: PositiveFloat = 600.0
     """Seconds after which a lease is taken back from a node that lives but does not deliver."""
+    quarantine_limit: PositiveFloat = 30.0
+    """Seconds for which a run goes on while every node is quarantined: one may come back under a later policy."""
 
 
 class InferenceConfig(Section, frozen=True, kw_only=True):

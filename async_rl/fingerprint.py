@@ -1,4 +1,4 @@
-"""What must be equal in every pool of a run: model, tokenizer, task, algorithm, group size and sampling.
+"""What must be equal in every pool of a run: model, tokenizer, task, algorithm, group size, seed and sampling.
 
 A fingerprint maps each part to a short hash, so that a refusal can name the part and both values. Paths, devices,
 dtypes, slots and steps may differ between machines. Of the weights the safetensors *headers* are hashed (names,
@@ -41,6 +41,8 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
         "[task]": _hash(_canonical(config.task)),
         "[algorithm]": _hash(_canonical(_table(config.algorithm))),
         "group size": str(config.buffer.group_size),
+        # The tokens by which a served policy is compared with the trainer's come from it (async_rl.proof).
+        "run.seed": str(config.run.seed),
         "sampling": f"temperature {config.inference.temperature}, max_new_tokens {config.inference.max_new_tokens}",
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from async_rl.proof import Proof
 from async_rl.trajectory import Status as AttemptStatus
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import BatchGroup, Disposition, Lease, Progress, SamplingParams
@@ -20,15 +21,35 @@ class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class NodeJoined(Event, frozen=True, tag=True, array_like=True):
+    """`logprob_bound` is what its engine declares (see buffer.proofs)."""
+
     node: str
     slots: int
+    logprob_bound: float = 0.0
 
 
 class NodeAttested(Event, frozen=True, tag=True, array_like=True):
-    """The node's engine serves this policy from now on."""
+    """The node's engine serves this policy from now on, and does this on the probe."""
 
     node: str
     policy: PolicyId
+    proof: Proof | None = None
+
+
+class NodeHeld(Event, frozen=True, tag=True, array_like=True):
+    """The node's engine holds this policy without serving it: the canary, or one that evaluation pinned."""
+
+    node: str
+    policy: PolicyId
+    proof: Proof
+
+
+class NodeRefused(Event, frozen=True, tag=True, array_like=True):
+    """The node's engine could not load a policy whose file had come whole."""
+
+    node: str
+    policy: PolicyId
+    error: str
 
 
 class NodeWanted(Event, frozen=True, tag=True, array_like=True):
@@ -100,7 +121,10 @@ class ResultsArrived(Event, frozen=True, tag=True, array_like=True):
 
 
 class PolicyRegistered(Event, frozen=True, tag=True, array_like=True):
+    """`proof` is what a node that serves it has to show; None asks for nothing."""
+
     policy: PolicyId
+    proof: Proof | None = None
 
 
 class DrawRequested(Event, frozen=True, tag=True, array_like=True):
@@ -136,8 +160,8 @@ class RunFinished(Event, frozen=True, tag=True, array_like=True):
 
 
 AnyEvent = (
-    NodeJoined | NodeAttested | NodeWanted | NodeLost | ResultArrived | ResultsArrived | PolicyRegistered
-    | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
+    NodeJoined | NodeAttested | NodeHeld | NodeRefused | NodeWanted | NodeLost | ResultArrived | ResultsArrived
+    | PolicyRegistered | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
     | NodeDraining | SamplesReturned | PrefixesHandedOver
 )  # fmt: skip
 
@@ -189,6 +213,13 @@ class ResultRefused(Effect, frozen=True):
     lease: int
     sample: int
     reason: str
+
+
+class QuarantineNode(Effect, frozen=True):
+    """The node gets no more work (its leases were taken back); to be logged, and told to it."""
+
+    node: str
+    cause: str
 
 
 class EndRun(Effect, frozen=True):

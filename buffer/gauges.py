@@ -10,7 +10,7 @@ from typing import get_args
 from async_rl.run.exporter import Metric, Reading, link_reading
 from async_rl.version import PolicyId
 from async_rl.wire.link import Server
-from buffer.nodes import NodeState
+from buffer.nodes import NodeState, NodeView
 
 OPEN = ("leased", "ready", "batched")
 DROPPED = "dropped."
@@ -28,6 +28,8 @@ READY_BYTES = Metric("gauge", "async_rl_buffer_ready_bytes", "Payloads held.")
 RESERVED_BYTES = Metric("gauge", "async_rl_buffer_reserved_bytes", "Room kept for what is leased.")
 CAPACITY_BYTES = Metric("gauge", "async_rl_buffer_capacity_bytes", "Room for payloads: buffer.capacity_bytes.")
 NODES = Metric("gauge", "async_rl_buffer_nodes", "Nodes by state.", "state")
+QUARANTINES = Metric("counter", "async_rl_buffer_quarantines_total", "How often a node was set aside (docs: proof).")
+MISMATCH = Metric("gauge", "async_rl_buffer_engine_mismatch_nats", "The largest |dlogp| of any node's last probe.")
 TRAINERS = Metric("gauge", "async_rl_buffer_trainers", "1 when the trainer is here.")
 NEWEST = Metric("gauge", "async_rl_buffer_newest_version", "The newest policy version that was published.")
 BOUND = Metric("gauge", "async_rl_buffer_max_staleness_versions", "The bound: buffer.max_staleness.")
@@ -58,6 +60,10 @@ def attempts_reading(ledger: Mapping[str, int], evaluation: Mapping[str, int], o
 def nodes_by_state(states: Iterable[str]) -> dict[str, int]:
     """Every state that a node can be in, also those that none is in."""
     return {**dict.fromkeys(NODE_STATES, 0), **Counter(states)}
+
+
+def worst_mismatch(views: Iterable[NodeView]) -> float | None:
+    return max((view.mismatch.max_dlogp for view in views if view.mismatch and view.state != "gone"), default=None)
 
 
 class StoreGauges:

@@ -24,7 +24,7 @@ from buffer.events import HandedPrefix, PrefixesHandedOver
 from buffer.leases import EvalLease, LeaseRecord
 from buffer.ledger import members
 from buffer.nodes import Node
-from buffer.results import Policies
+from buffer.results import is_proved
 
 NOBODY = "no node yet (handed over)"  # the holder's name of what is parked, for people
 
@@ -41,12 +41,12 @@ class Handovers:
         self.counts: Counter[str] = Counter()
         self.nobody = Node(NOBODY, 0, "gone")
         self.parked: dict[int, Parked] = {}
-        self._begun: dict[int, dict[int, int]] = {}  # tokens in the prefix, by lease and sample
+        self._begun: dict[int, dict[int, tuple[VersionRun, ...]]] = {}  # of the prefix, by lease and sample
 
     def park(self, lease: LeaseRecord, prefixes: Mapping[int, HandedPrefix]) -> Node:
         """Remember what a lease's new holder needs; returns who holds it until there is one."""
         self.parked[lease.lease] = Parked(lease, prefixes)
-        self._begun[lease.lease] = {sample: tokens_of(prefix.versions) for sample, prefix in prefixes.items()}
+        self._begun[lease.lease] = {sample: prefix.versions for sample, prefix in prefixes.items()}
         self.counts["handed_over"] += len(prefixes)
         return self.nobody
 
@@ -64,7 +64,11 @@ class Handovers:
         """A good result: did it change its policy where it changed hands?"""
         begun = self._begun.get(lease) if self._begun else None
         if begun is not None and sample in begun:
-            self.counts["mixed"] += changes_at(versions, begun[sample])
+            self.counts["mixed"] += changes_at(versions, tokens_of(begun[sample]))
+
+    def begun_under(self, lease: int, sample: int) -> Sequence[VersionRun]:
+        """The policies of an attempt's prefix, for which the node that began it passed."""
+        return self._begun[lease].get(sample, ()) if lease in self._begun else ()
 
     def closed(self, lease: int) -> None:
         """Nothing is owed under this lease any more."""
@@ -88,8 +92,9 @@ def best_of(nodes: Sequence[Node], policy: VersionRun) -> Node:
     return min(nodes, key=rank)
 
 
-def sound_prefixes(event: PrefixesHandedOver, lease: LeaseRecord, published: Policies) -> dict[int, HandedPrefix]:
-    """The prefixes that may be gone on with, by sample: owed, unbroken, of published policies that are new enough.
+def sound_prefixes(event: PrefixesHandedOver, lease: LeaseRecord, earlier: Handovers) -> dict[int, HandedPrefix]:
+    """The prefixes that may be gone on with, by sample: owed, unbroken, of policies that are new enough and for which
+    its node passed, or whoever began it before that one.
     Evaluation is not handed over: it holds no ticket, and is asked again with the same seeds."""
     if isinstance(lease, EvalLease):
         return {}
@@ -97,15 +102,14 @@ def sound_prefixes(event: PrefixesHandedOver, lease: LeaseRecord, published: Pol
     sound = {
         prefix.sample: prefix
         for prefix in event.prefixes
-        if prefix.sample in owed and not prefix.problem and prefix.versions and _believable(prefix, lease, published)
+        if prefix.sample in owed and not prefix.problem and prefix.versions and _believable(prefix, lease, earlier)
     }
     return {sample: sound[sample] for sample in sorted(sound)}
 
 
-def _believable(prefix: HandedPrefix, lease: LeaseRecord, published: Policies) -> bool:
-    return all(
-        run.version >= lease.min_version and run.digest in published.get(run.version, ()) for run in prefix.versions
-    )
+def _believable(prefix: HandedPrefix, lease: LeaseRecord, earlier: Handovers) -> bool:
+    begun = earlier.begun_under(lease.lease, prefix.sample)
+    return all(run.version >= lease.min_version and is_proved(run, lease.holder, begun) for run in prefix.versions)
 
 
 def tokens_of(versions: Sequence[VersionRun]) -> int:

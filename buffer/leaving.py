@@ -43,7 +43,7 @@ def prefixes_handed_over(replay: Replay, event: PrefixesHandedOver, now: float, 
     lease = _held_by(replay, event.node, event.lease)
     if lease is not None:
         replay.nodes.drains(lease.holder)  # whether it has said so or not: a lease must not come back to it
-        prefixes = sound_prefixes(event, lease, replay.published)
+        prefixes = sound_prefixes(event, lease, replay.handovers)
         replay.take_back(lease, "cancelled", lease.leased & ~mask_of(prefixes))
         if prefixes:
             change_holder(lease, replay.handovers.park(lease, prefixes))

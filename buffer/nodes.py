@@ -2,8 +2,10 @@
 
     joining   connected, but no policy is registered yet: there is nothing to load
     syncing   a policy is registered; the node has attested none
-    ready     the node attested a registered policy; only now may it be given leases
+    ready     the node attested a registered policy, and passed (buffer.proofs); only now may it be given leases
     draining  about to leave: it delivers or hands over what it holds, and gets nothing more
+    quarantined  what it serves is not what was trained, or it cannot load that: it holds no leases. A later policy
+              for which it passes makes it ready again, unless it failed the canary: then it has to be started again
     gone      lost, left, or replaced by a node of the same name, which starts anew
 
 Demand is cumulative: the node says how many samples it has asked for since it joined, the buffer knows how many it
@@ -20,9 +22,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from async_rl.proof import Mismatch
 from async_rl.version import PolicyId
 
-NodeState = Literal["joining", "syncing", "ready", "draining", "gone"]
+NodeState = Literal["joining", "syncing", "ready", "draining", "quarantined", "gone"]
 
 
 class NodeView(NamedTuple):
@@ -36,18 +39,27 @@ class NodeView(NamedTuple):
     wanted: int
     granted: int
     reason: str
+    mismatch: Mismatch | None = None
 
 
 class Node:
+    """`passed` has the (version, digest) of what its engine held and it passed for, oldest first; `proved` says
+    whether it has shown its canary; `barred` is the place of the policy that it failed for (buffer.proofs: order)."""
+
     __slots__ = (
-        "eval_open", "granted", "leased_samples", "leases", "name", "policy", "queued_under", "reason", "slots",
-        "state", "wanted",
+        "barred", "eval_open", "granted", "leased_samples", "leases", "logprob_bound", "mismatch", "name", "passed",
+        "policy", "proved", "queued_under", "reason", "slots", "state", "wanted",
     )  # fmt: skip
 
-    def __init__(self, name: str, slots: int, state: NodeState) -> None:
+    def __init__(self, name: str, slots: int, state: NodeState, logprob_bound: float = 0.0) -> None:
         self.name = name
         self.slots = slots
         self.state = state
+        self.logprob_bound = logprob_bound
+        self.proved = False
+        self.passed: dict[tuple[int, str], None] = {}
+        self.barred: int | None = None
+        self.mismatch: Mismatch | None = None
         self.policy: PolicyId | None = None
         self.wanted = 0
         self.granted = 0
@@ -66,8 +78,9 @@ class Node:
 
     def view(self) -> NodeView:
         return NodeView(
-            self.name, self.state, self.slots, self.policy, self.leased_samples, self.wanted, self.granted, self.reason
-        )
+            self.name, self.state, self.slots, self.policy, self.leased_samples, self.wanted, self.granted, self.reason,
+            self.mismatch,
+        )  # fmt: skip
 
 
 class Nodes:
@@ -81,15 +94,18 @@ class Nodes:
         self._queues: dict[int, OrderedDict[str, Node]] = {}
         self._newest: list[int] = []  # heap of -version, one for each key of _queues
         self._anything_registered = False
+        self.quarantined = 0
+        """How often a node was set aside, and how often one came back."""
+        self.returned = 0
 
     def get(self, name: str) -> Node | None:
         """The node, unless unknown or gone."""
         node = self._nodes.get(name)
         return None if node is None or node.state == "gone" else node
 
-    def joined(self, name: str, slots: int) -> Node:
+    def joined(self, name: str, slots: int, logprob_bound: float = 0.0) -> Node:
         """A node (again); close what an earlier one of that name held first."""
-        node = Node(name, slots, "syncing" if self._anything_registered else "joining")
+        node = Node(name, slots, "syncing" if self._anything_registered else "joining", logprob_bound)
         self._nodes[name] = node
         return node
 
@@ -101,7 +117,10 @@ class Nodes:
                     node.state = "syncing"
 
     def attested(self, node: Node, policy: PolicyId) -> None:
+        """The node serves a policy for which it passed."""
+        self.returned += node.state == "quarantined"
         node.policy = policy
+        node.reason, node.barred = "", None
         if node.state != "draining":
             node.state = "ready"
             self._file(node)
@@ -109,6 +128,22 @@ class Nodes:
     def drains(self, node: Node) -> None:
         node.state = "draining"
         self._file(node)
+
+    def quarantine(self, node: Node, order: int, reason: str) -> None:
+        """Set a node aside for what it did with the policy of that place; take its leases back afterwards."""
+        self.quarantined += node.state != "quarantined"
+        self._unfile(node)
+        node.reason = reason
+        if node.state != "draining":  # that one is leased nothing in any case
+            node.state = "quarantined"
+        node.barred = max(order, order if node.barred is None else node.barred)
+
+    def only_quarantined(self) -> list[Node]:
+        """The quarantined nodes when there is no other that may work, now or soon; else none. O(nodes)."""
+        if not self.quarantined:
+            return []
+        here = [node for node in self._nodes.values() if node.state != "gone"]
+        return here if all(node.state == "quarantined" for node in here) else []
 
     def wants(self, node: Node, total_samples: int) -> None:
         node.wanted = max(node.wanted, total_samples)

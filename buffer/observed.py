@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from async_rl.config import Config
+from async_rl.proof import CANARY
 from async_rl.run.exporter import Histogram, Reading, link_reading
 from async_rl.version import PolicyId
 from async_rl.wire.link import Server
@@ -40,6 +41,8 @@ class Observed:
         self._push_seconds = Histogram()
 
     def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
+        if policy.name == CANARY:
+            return
         self._newest = policy
         self._pushes[policy] = Push(now, set(nodes))
         for old in list(self._pushes)[: -self._config.buffer.max_staleness - 2]:
@@ -74,6 +77,10 @@ class Observed:
             push_ms=tuple(self._push_ms),
             bound=self._config.buffer.max_staleness,
             pushes=self._push_count,
+            mismatches=tuple(replay.quarantine.measured),
+            mismatch_count=replay.quarantine.measured_count,
+            quarantined=replay.nodes.quarantined,
+            returned=replay.nodes.returned,
         )
 
     def reading(self, replay: Replay, nodes: Iterable[str], trainer: str, server: Server) -> Reading:
@@ -85,6 +92,8 @@ class Observed:
             gauges.READY_BYTES: replay.ready_bytes,
             gauges.RESERVED_BYTES: replay.reserved_bytes,
             gauges.CAPACITY_BYTES: self._config.buffer.capacity_bytes,
+            gauges.QUARANTINES: replay.nodes.quarantined,
+            gauges.MISMATCH: gauges.worst_mismatch(views.values()),
             gauges.NODES: gauges.nodes_by_state(views[name].state if name in views else "joining" for name in nodes),
             gauges.TRAINERS: int(bool(trainer)),
             gauges.NEWEST: self._newest.version if self._newest else None,
@@ -111,4 +120,7 @@ class Observed:
             busy_s=wants.busy_s if wants else 0.0,
             alive_s=wants.alive_s if wants else 0.0,
             decode_steps=wants.decode_steps if wants else 0,
+            reason=view.reason if view else "",
+            max_dlogp=view.mismatch.max_dlogp if view and view.mismatch else None,
+            k3=view.mismatch.k3 if view and view.mismatch else None,
         )

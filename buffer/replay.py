@@ -24,6 +24,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
+from async_rl.proof import CANARY
 from async_rl.version import is_stale, oldest_version
 from async_rl.wire.messages import Lease, Progress
 from buffer import leaving
@@ -40,10 +41,13 @@ from buffer.events import (
     GrantLease,
     LendBatch,
     NodeAttested,
+    NodeHeld,
     NodeJoined,
     NodeLost,
+    NodeRefused,
     NodeWanted,
     PolicyRegistered,
+    QuarantineNode,
     ResultArrived,
     ResultRefused,
     ResultsArrived,
@@ -55,6 +59,7 @@ from buffer.groups import Group, Groups, batch_group
 from buffer.handover import Handovers
 from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
+from buffer.quarantine import Quarantine
 from buffer.results import Refusal, is_owed, sort_dispositions, why_not_owed, why_refused
 from buffer.rules import Rules, rules_from_config
 from buffer.waiting import who_waits
@@ -71,6 +76,7 @@ class Replay:
         self.groups = Groups(rules)
         self.leases = Leases(rules.lease_timeout)
         self.nodes = Nodes()
+        self.quarantine = Quarantine(self.nodes, rules.max_staleness, rules.quarantine_limit)
         self.evaluations = Evaluations(rules.eval_share, rules.max_tries)
         self.handovers = Handovers()
         self.confirmed_batches = 0
@@ -175,7 +181,7 @@ class Replay:
         earlier = self.nodes.get(event.node)
         if earlier is not None:
             self._lose(earlier, "the node joined again")
-        self.nodes.joined(event.node, event.slots)
+        self.nodes.joined(event.node, event.slots, event.logprob_bound)
 
     def _node_attested(self, event: NodeAttested, now: float, effects: list[Effect]) -> None:
         node = self.known(event.node)
@@ -184,8 +190,21 @@ class Replay:
         if event.policy.digest not in self.published.get(event.policy.version, ()):
             self.outside_counts["unregistered_policy"] += 1
             return
-        self.nodes.attested(node, event.policy)
+        self._set_aside(node, self.quarantine.attested(node, event.policy, event.proof), effects)
         self.evaluations.offer(node)
+
+    def _node_showed(self, event: NodeHeld | NodeRefused, now: float, effects: list[Effect]) -> None:
+        node = self.known(event.node)
+        if node is not None:
+            self._set_aside(node, self.quarantine.showed(node, event), effects)
+
+    def _set_aside(self, node: Node, cause: str, effects: list[Effect]) -> None:
+        """A node was quarantined, if there is a cause: what it was leased is leased again."""
+        if cause:
+            self.evaluations.withdraw(node)
+            for lease in sorted(node.leases):
+                self._cancel(self._open(lease), "the node is quarantined", effects)
+            effects.append(QuarantineNode(node.name, cause))
 
     def _node_wanted(self, event: NodeWanted, now: float, effects: list[Effect]) -> None:
         node = self.known(event.node)
@@ -234,7 +253,8 @@ class Replay:
                 self._refuse(event, why_not_owed(event, lease, owed, self.leases), self.outside_counts, effects)
                 continue
             owed ^= 1 << event.sample
-            refusal = why_refused(event, lease, self.published)
+            begun = self.handovers.begun_under(number, event.sample)
+            refusal = why_refused(event, lease, self.published, self.quarantine.proofs, begun)
             if refusal is not None:
                 self._refuse(event, refusal, self._refused, effects)
             if isinstance(lease, EvalLease):
@@ -328,6 +348,8 @@ class Replay:
     def _ticked(self, event: Ticked, now: float, effects: list[Effect]) -> None:
         for lease in self.leases.expired(now):
             self._cancel(lease, f"not delivered within {self.rules.lease_timeout:g} s", effects)
+        if nobody := self.quarantine.nobody_left(now):
+            self._end(nobody, effects)
 
     # --- granting leases ---------------------------------------------------------------------------------------------
 
@@ -390,8 +412,10 @@ class Replay:
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
-        self.published.setdefault(event.policy.version, set()).add(event.policy.digest)
-        self.nodes.policy_registered()
+        self.quarantine.proofs.registered(event.policy, event.proof)
+        if event.policy.name != CANARY:
+            self.published.setdefault(event.policy.version, set()).add(event.policy.digest)
+            self.nodes.policy_registered()
 
     def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:
         if event.for_version != self.confirmed_batches:
@@ -469,6 +493,8 @@ class Replay:
     _handlers: ClassVar[dict[type, Callable[[Any, Any, float, list[Effect]], None]]] = {
         NodeJoined: _node_joined,
         NodeAttested: _node_attested,
+        NodeHeld: _node_showed,
+        NodeRefused: _node_showed,
         NodeWanted: _node_wanted,
         NodeLost: _node_lost,
         ResultArrived: _result_arrived,

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from async_rl.version import oldest_version
+from async_rl.version import VersionRun, oldest_version
 from async_rl.wire.messages import Disposition, Outcome
 from buffer.events import ResultArrived
 from buffer.leases import EvalLease, LeaseRecord, Leases
 from buffer.ledger import members
+from buffer.nodes import Node
+from buffer.proofs import Proofs
 
 Policies = Mapping[int, AbstractSet[str]]
 """Every digest that was ever published in this run, by version."""
@@ -37,8 +39,18 @@ def why_not_owed(event: ResultArrived, lease: LeaseRecord | None, owed: int, lea
     return Refusal("wrong_node", f"the lease is {lease.node}'s")
 
 
-def why_refused(event: ResultArrived, lease: LeaseRecord, published: Policies) -> Refusal | None:
-    """Why an owed result must not train (or be evaluated); None when it may."""
+def is_proved(run: VersionRun, node: Node, begun: Sequence[VersionRun]) -> bool:
+    """Whether a node may have sampled this: its engine attested the policy and passed for it (buffer.proofs), or the
+    attempt came to it with such tokens, `begun` by a node that had passed."""
+    key = (run.version, run.digest)
+    return key in node.passed or any(key == (other.version, other.digest) for other in begun)
+
+
+def why_refused(
+    event: ResultArrived, lease: LeaseRecord, published: Policies, proofs: Proofs, begun: Sequence[VersionRun]
+) -> Refusal | None:
+    """Why an owed result must not train (or be evaluated); None when it may. Every token that trains is proved, as
+    is every evaluated one where there are proofs."""
     if event.problem:
         return Refusal("problem", event.problem)
     if event.status != "ok":
@@ -49,10 +61,15 @@ def why_refused(event: ResultArrived, lease: LeaseRecord, published: Policies) -
         pinned = (lease.policy.version, lease.policy.digest)
         if any((run.version, run.digest) != pinned for run in event.versions):
             return Refusal("wrong_policy", f"not evaluated under {lease.policy.short()}")
+        if pinned not in lease.holder.passed and proofs.asks(*pinned):
+            return Refusal("unattested", f"{lease.node} has not shown that it holds {lease.policy.short()}")
         return None
     for run in event.versions:
-        if run.digest not in published.get(run.version, ()):
-            return Refusal("unregistered", f"policy {run.version}-{run.digest[:8]} was never published")
+        if not is_proved(run, lease.holder, begun):
+            named = f"policy {run.version}-{run.digest[:8]}"
+            if run.digest not in published.get(run.version, ()):
+                return Refusal("unregistered", f"{named} was never published")
+            return Refusal("unattested", f"{named}, which {lease.node} has not attested")
         if run.version < lease.min_version:
             oldest = oldest_version(event.versions)
             return Refusal("too_old", f"sampled under version {oldest}, leased for {lease.min_version} or newer")

@@ -31,6 +31,7 @@ class Rules(NamedTuple):
     lease_timeout: float
     eval_share: float
     sampling: SamplingParams
+    quarantine_limit: float = 30.0
 
 
 def rules_from_config(config: Config) -> Rules:
@@ -52,4 +53,5 @@ def rules_from_config(config: Config) -> Rules:
         lease_timeout=buffer.lease_timeout,
         eval_share=inference.eval_share,
         sampling=SamplingParams(inference.temperature, inference.max_new_tokens),
+        quarantine_limit=buffer.quarantine_limit,
     )

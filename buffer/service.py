@@ -38,6 +38,7 @@ from async_rl.wire.messages import (
     Lease,
     Leases,
     Message,
+    NodeHolds,
     NodeReady,
     NodeServing,
     NodeTrouble,
@@ -165,7 +166,7 @@ class Service:
             return
         log.info("node %s joins (%s, %d slots)", node, ready.engine, ready.slots)
         self._admitted.add(node)
-        self._apply(events.NodeJoined(node, ready.slots))
+        self._apply(events.NodeJoined(node, ready.slots, ready.logprob_bound))
         for event in self._held.pop(node, []):
             self._apply(event)
 
@@ -222,7 +223,11 @@ class Service:
     def _on_serving(self, received: Received) -> None:
         message: NodeServing = received.message
         self._observed.serving(received.peer, message.policy, self._clock())
-        self._apply_for_node(received.peer, events.NodeAttested(received.peer, message.policy))
+        self._apply_for_node(received.peer, events.NodeAttested(received.peer, message.policy, message.proof))
+
+    def _on_holds(self, received: Received) -> None:
+        message: NodeHolds = received.message
+        self._apply_for_node(received.peer, events.NodeHeld(received.peer, message.policy, message.proof))
 
     def _on_wants(self, received: Received) -> None:
         self._observed.wants[received.peer] = received.message
@@ -232,6 +237,8 @@ class Service:
         message: NodeTrouble = received.message
         self._observed.trouble += 1
         log.error("node %s could not load policy %s: %s", received.peer, message.policy.short(), message.error)
+        if message.refused:
+            self._apply_for_node(received.peer, events.NodeRefused(received.peer, message.policy, message.error))
 
     def _on_results(self, received: Received) -> None:
         message: Results = received.message
@@ -281,7 +288,7 @@ class Service:
     def _on_published(self, received: Received) -> None:
         policy: PolicyId = received.message.policy
         self._observed.published(policy, self._admitted, self._clock())
-        self._apply(events.PolicyRegistered(policy))
+        self._apply(events.PolicyRegistered(policy, received.message.proof))
 
     def _on_draw(self, received: Received) -> None:
         self._apply(events.DrawRequested(received.message.for_version))
@@ -320,6 +327,9 @@ class Service:
                     self._to_trainer(EvalResult(policy, n, mean, cancelled, seconds))
                 case events.ResultRefused(node, lease_id, sample, reason):
                     log.info("result %d/%d of %s refused: %s", lease_id, sample, node, reason)
+                case events.QuarantineNode(node, cause):
+                    log.error("node %s is quarantined: %s", node, cause)
+                    self._send(node, Cancel((), f"{node} is quarantined: {cause}"))
                 case events.EndRun(error):
                     self._stop_everyone(error, error)
         for node, leases in grants.items():
@@ -372,6 +382,7 @@ class Service:
     _handlers: ClassVar[dict[tuple[type, str | None], Callable[[Service, Received], None]]] = {
         (NodeReady, "node"): _on_node_ready,
         (NodeServing, "node"): _on_serving,
+        (NodeHolds, "node"): _on_holds,
         (NodeWants, "node"): _on_wants,
         (NodeTrouble, "node"): _on_trouble,
         (TrainerReady, "trainer"): _on_trainer_ready,

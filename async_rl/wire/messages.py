@@ -4,7 +4,8 @@ One msgpack frame carries one envelope; what is larger than a megabyte follows a
 structs are arrays on the wire (no field names), so a field may only be appended, with a default; anything else is a
 new SCHEMA. Who sends what:
 
-    node    -> buffer   NodeReady, NodeServing, NodeTrouble, NodeWants, Results, NodeDraining, GiveBack, HandOver
+    node    -> buffer   NodeReady, NodeServing, NodeHolds, NodeTrouble, NodeWants, Results, NodeDraining,
+                        GiveBack, HandOver
     buffer  -> node     Leases, Cancel, Introduce, Drain, TakeOver, Stop
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from async_rl.proof import Proof
 from async_rl.version import PolicyId
 
 MAGIC = "arl"
@@ -84,26 +86,39 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeReady(Message, frozen=True, array_like=True, tag=True):
-    """First message of a node: what it runs. `fingerprint` maps a part of the set-up to its hash."""
+    """First message of a node: what it runs. `fingerprint` maps a part of the set-up to its hash; `logprob_bound` is
+    how far, in nats, its engine's log-probabilities may be from the trainer's."""
 
     engine: str
     slots: int
     fingerprint: dict[str, str]
+    logprob_bound: float = 0.0
 
 
 class NodeServing(Message, frozen=True, array_like=True, tag=True):
-    """The node's engine attests which policy new tokens come from, and how many modules the adapter matched."""
+    """The node's engine attests which policy new tokens come from, how many modules the adapter matched, and what it
+    does on the probe: scored after the flip and before the first token."""
 
     policy: PolicyId
     matched_modules: int
     load_ms: float
+    proof: Proof | None = None
+
+
+class NodeHolds(Message, frozen=True, array_like=True, tag=True):
+    """The same proof of a policy that the engine holds without serving it: the canary, or what evaluation pinned."""
+
+    policy: PolicyId
+    proof: Proof
 
 
 class NodeTrouble(Message, frozen=True, array_like=True, tag=True):
-    """A policy could not be loaded; the node goes on serving the old one."""
+    """A policy did not come, or came whole and could not be loaded (`refused`: by the engine); the node goes on
+    serving the old one."""
 
     policy: PolicyId
     error: str
+    refused: bool = False
 
 
 class NodeWants(Message, frozen=True, array_like=True, tag=True):
@@ -220,9 +235,11 @@ class TrainerReady(Message, frozen=True, array_like=True, tag=True):
 
 
 class PolicyPublished(Message, frozen=True, array_like=True, tag=True):
-    """Sent before the policy is uploaded, so that no trajectory of it can arrive first."""
+    """Sent before the policy is uploaded, so that no trajectory of it can arrive first. `proof` is what a node that
+    serves it has to show."""
 
     policy: PolicyId
+    proof: Proof | None = None
 
 
 class Draw(Message, frozen=True, array_like=True, tag=True):
@@ -320,11 +337,25 @@ class NodeStatus(msgspec.Struct, frozen=True):
     busy_s: float = 0.0
     alive_s: float = 0.0
     decode_steps: int = 0
+    reason: str = ""
+    max_dlogp: float | None = None
+    k3: float | None = None
+
+
+class NodeMismatch(msgspec.Struct, frozen=True, array_like=True):
+    """How far a node's log-probabilities on the probe were from the trainer's under one policy (async_rl.proof)."""
+
+    node: str
+    version: int
+    max_dlogp: float
+    k3: float
 
 
 class Status(Message, frozen=True, tag=True):
     """The buffer's view of the run. Times are seconds on the buffer's monotonic clock; push latencies run from the
-    trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all."""
+    trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all.
+    `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how often a node was set aside, and
+    came back."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
@@ -343,6 +374,10 @@ class Status(Message, frozen=True, tag=True):
     bound: int
     pushes: int = 0
     handovers: dict[str, int] = {}
+    mismatches: tuple[NodeMismatch, ...] = ()
+    mismatch_count: int = 0
+    quarantined: int = 0
+    returned: int = 0
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):
@@ -403,7 +438,7 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
 
 
 AnyMessage = (
-    NodeReady | NodeServing | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
+    NodeReady | NodeServing | NodeHolds | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
     | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
     | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver

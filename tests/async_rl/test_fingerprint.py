@@ -45,7 +45,7 @@ def test_the_same_model_in_another_place_under_other_settings_of_the_machine_is_
     elsewhere = make_model(tmp_path / "copy")
     write_weights(elsewhere / "model.safetensors", [0, 8], b"\x01" * 8)  # of the weights only the header counts
     other = settings(
-        run={"steps": 7, "seed": 3},
+        run={"steps": 7},
         model={"path": "elsewhere", "device": "cpu", "dtype": "bfloat16"},
         inference={"slots": 3, "nodes": 9, "dtype": "float16"},
         trainer={"learning_rate": 1.0, "rank": 2},

@@ -127,14 +127,18 @@ def test_results_for_closed_unknown_or_foreign_attempts_change_nothing_and_are_c
         ({"problem": "sizes differ"}, "problem"),
         ({"versions": ()}, "nothing_sampled"),
         ({"versions": (VersionRun(1, "never published", 5),)}, "unregistered"),
+        ({"versions": (VersionRun(2, "d1-unattested", 5),)}, "unattested"),
         ({"versions": (VersionRun(1, "d1", 3), VersionRun(0, "d0", 2))}, "too_old"),
     ],
 )
 def test_a_result_that_cannot_be_believed_is_refused_and_its_sample_retried_with_a_new_seed(tools, changes, kind):
     play = tools.play()
     play.publish()
+    play.node("a")
     play.publish()
-    lease, _ = play.node("a", 4)
+    play.publish("d1-unattested")
+    play.attest("a", 1)
+    lease, _ = play.want("a", 4)
     assert lease.min_version == 1
     play.want("a", 5)
     effects = play.result(lease, 0, **changes)

@@ -27,6 +27,7 @@ LONGER = {
     "async_rl/wire/client.py": 500,
     "async_rl/wire/server.py": 500,
     "buffer/replay.py": 500,
+    "buffer/service.py": 450,
     "buffer/simulate.py": 500,
 }
 

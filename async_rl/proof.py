@@ -1,0 +1,82 @@
+"""Proof of delivery: what shows that the policy a node serves is the policy that the trainer trained.
+
+With every policy the trainer stores a `Proof`: its log-probabilities on a fixed set of tokens (the probe), and the
+modules that it adapts. A node makes the same of what it serves, never having seen the trainer's, and the buffer
+compares the two. One policy is only for this: the *canary*, whose every tensor is seeded noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+CANARY = "canary"  # the name, and in the store the kind, of the policy that is only for proof
+PROBE_SEQUENCES, PROBE_LENGTH = 16, 16  # 256 tokens: short sequences, since any model has so many positions
+LARGEST_BOUND = 0.5
+"""In nats: an engine that declares a wider bound is held to this one."""
+CANARY_FLOOR = 2.0
+"""In nats: the canary moves some token's log-probability at least so far from the base model's, so that a node which
+serves the base is beyond every bound."""
+MOST_EXPONENT = 20.0  # of the k3 estimate: e^20 says "wrong" as clearly as infinity, and can be averaged
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True):
+    """What a policy does on the probe. `probe` names the tokens and `modules` the set of adapted modules, both by
+    SHA-256; `logprobs` are little-endian float32 at temperature 1, sequence after sequence; so are `base`, the model's
+    without any adapter, which only the canary's proof from the trainer has."""
+
+    probe: str
+    modules: str
+    module_count: int
+    logprobs: bytes
+    base: bytes = b""
+
+
+class Mismatch(NamedTuple):
+    """Between the trainer's log-probabilities and a node's: the largest difference in nats, and the mean of
+    k3 = exp(d) - 1 - d with d = trainer - node (http://joschu.net/blog/kl-approx.html; an estimate of a KL divergence
+    only for tokens that were sampled, and those of the probe were not)."""
+
+    max_dlogp: float
+    k3: float
+
+
+def probe_tokens(seed: int, vocabulary: int) -> list[npt.NDArray[np.int32]]:
+    """PROBE_SEQUENCES arrays of PROBE_LENGTH token ids below `vocabulary`, the same on every machine."""
+    generator = np.random.Generator(np.random.Philox(seed))
+    ids = generator.integers(0, vocabulary, (PROBE_SEQUENCES, PROBE_LENGTH), dtype=np.int32)
+    return list(ids)
+
+
+def make_proof(
+    tokens: Sequence[npt.NDArray[np.int32]],
+    logprobs: Sequence[npt.NDArray[np.float32]],
+    modules: Iterable[str],
+    base: Sequence[npt.NDArray[np.float32]] = (),
+) -> Proof:
+    """`logprobs` and `base` as Engine.score and Backend.logprobs return them for `tokens`."""
+    names = sorted(modules)
+    return Proof(
+        probe=hashlib.sha256(np.concatenate(tokens).astype("<i4").tobytes()).hexdigest(),
+        modules=hashlib.sha256("\n".join(names).encode()).hexdigest(),
+        module_count=len(names),
+        logprobs=np.concatenate(logprobs).astype("<f4").tobytes(),
+        base=np.concatenate(base).astype("<f4").tobytes() if base else b"",
+    )
+
+
+def mismatch(trainer: bytes, node: bytes) -> Mismatch | None:
+    """Of two lists of log-probabilities, as a Proof has them; None when their lengths differ. What is not a number on
+    either side counts as infinitely far."""
+    if len(trainer) != len(node) or len(trainer) % 4 or not trainer:
+        return None
+    difference = np.frombuffer(trainer, "<f4").astype(np.float64) - np.frombuffer(node, "<f4").astype(np.float64)
+    if not np.isfinite(difference).all():
+        return Mismatch(float("inf"), float("inf"))
+    clamped = np.clip(difference, -MOST_EXPONENT, MOST_EXPONENT)
+    return Mismatch(float(np.abs(difference).max()), float(np.mean(np.expm1(clamped) - clamped)))

@@ -1,0 +1,95 @@
+"""Whether a node serves what the trainer trained: every proof of a node against the trainer's of the same policy.
+
+A node has to show its canary (async_rl.proof) before anything else, and after each flip what the policy it serves does
+on the probe. It never sees the trainer's numbers, so it cannot repeat them; and what it shows is judged here, not
+there. The guarantee: no token counts that was sampled under a (version, digest) for which its node has not passed. A
+policy that was registered without a proof asks for none (simulations, and the benchmarks of the rules).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from async_rl.proof import CANARY, LARGEST_BOUND, Mismatch, Proof, mismatch
+from async_rl.version import PolicyId
+
+
+class Verdict(NamedTuple):
+    """`cause` is empty when the node passed; `mismatch` is what was measured, if anything could be."""
+
+    cause: str
+    mismatch: Mismatch | None
+
+
+PASSED = Verdict("", None)
+
+
+class Proofs:
+    """What the trainer says of each policy, in the order of registration, which is that of announcement. Of the newest
+    `kept`: an older one is nothing that a node should serve."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self.canary: PolicyId | None = None
+        self._canary_proof: Proof | None = None
+        self._base = b""
+        self._orders: dict[tuple[int, str], int] = {}
+        self._proofs: dict[tuple[int, str], Proof] = {}
+
+    def registered(self, policy: PolicyId, proof: Proof | None) -> None:
+        """The same policy again changes nothing."""
+        if policy.name == CANARY:
+            self.canary, self._canary_proof = policy, proof
+            self._base = proof.base if proof else b""
+            return
+        key = (policy.version, policy.digest)
+        self._orders.setdefault(key, len(self._orders))
+        if proof is not None and key not in self._proofs:
+            self._proofs[key] = proof
+            while len(self._proofs) > self._kept:
+                del self._proofs[next(iter(self._proofs))]
+
+    def order(self, policy: PolicyId) -> int:
+        """Its place among all registered policies; -1 for the canary and what was never registered."""
+        return -1 if policy.name == CANARY else self._orders.get((policy.version, policy.digest), -1)
+
+    def asks(self, version: int, digest: str) -> bool:
+        """Whether a node must have passed for this policy: also one whose proof is not kept any more."""
+        return bool(self._proofs) and (version, digest) in self._orders
+
+    def judge(self, policy: PolicyId, shown: Proof | None, bound: float) -> Verdict:
+        """`bound` in nats, as the node's engine declares it."""
+        if policy.name == CANARY:
+            expected = self._canary_proof if policy == self.canary else None
+        else:
+            expected = self._proofs.get((policy.version, policy.digest))
+        if expected is None:
+            return Verdict("it is no policy whose proof is kept", None) if self._should_be_known(policy) else PASSED
+        if shown is None:
+            return Verdict("it does not show what it does on the probe", None)
+        if shown.probe != expected.probe:
+            return Verdict("it scored other tokens than the probe's", None)
+        if shown.modules != expected.modules:
+            return Verdict(
+                f"its engine matched another set of modules ({shown.module_count}) than the trainer adapts "
+                f"({expected.module_count})",
+                None,
+            )
+        return self._compare(expected, shown, min(bound, LARGEST_BOUND))
+
+    def _compare(self, expected: Proof, shown: Proof, bound: float) -> Verdict:
+        measured = mismatch(expected.logprobs, shown.logprobs)
+        if measured is None:
+            return Verdict("it scored another number of tokens", None)
+        if measured.max_dlogp <= bound:
+            return Verdict("", measured)
+        base = mismatch(self._base, shown.logprobs)
+        served = ", and as the base model's do" if base is not None and base.max_dlogp <= bound else ""
+        return Verdict(
+            f"its log-probabilities on the probe differ from the trainer's by up to {measured.max_dlogp:.2g} (k3 "
+            f"{measured.k3:.2g}), its engine's bound is {bound:.2g}{served}",
+            measured,
+        )
+
+    def _should_be_known(self, policy: PolicyId) -> bool:
+        return bool(self._proofs) if policy.name != CANARY else self.canary is not None
