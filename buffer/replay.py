@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 from async_rl.proof import CANARY
 from async_rl.version import is_stale, oldest_version
 from async_rl.wire.messages import Lease, Progress
-from buffer import leaving
+from buffer import attesting, leaving
 from buffer.admission import may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
@@ -40,14 +40,10 @@ from buffer.events import (
     EvalRequested,
     GrantLease,
     LendBatch,
-    NodeAttested,
-    NodeHeld,
     NodeJoined,
     NodeLost,
-    NodeRefused,
     NodeWanted,
     PolicyRegistered,
-    QuarantineNode,
     ResultArrived,
     ResultRefused,
     ResultsArrived,
@@ -68,8 +64,8 @@ __all__ = ["Replay", "Rules", "rules_from_config"]
 
 
 class Replay:
-    """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here and those
-    of buffer.leaving."""
+    """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here, of
+    buffer.attesting and of buffer.leaving."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -182,29 +178,6 @@ class Replay:
         if earlier is not None:
             self._lose(earlier, "the node joined again")
         self.nodes.joined(event.node, event.slots, event.logprob_bound)
-
-    def _node_attested(self, event: NodeAttested, now: float, effects: list[Effect]) -> None:
-        node = self.known(event.node)
-        if node is None:
-            return
-        if event.policy.digest not in self.published.get(event.policy.version, ()):
-            self.outside_counts["unregistered_policy"] += 1
-            return
-        self._set_aside(node, self.quarantine.attested(node, event.policy, event.proof), effects)
-        self.evaluations.offer(node)
-
-    def _node_showed(self, event: NodeHeld | NodeRefused, now: float, effects: list[Effect]) -> None:
-        node = self.known(event.node)
-        if node is not None:
-            self._set_aside(node, self.quarantine.showed(node, event), effects)
-
-    def _set_aside(self, node: Node, cause: str, effects: list[Effect]) -> None:
-        """A node was quarantined, if there is a cause: what it was leased is leased again."""
-        if cause:
-            self.evaluations.withdraw(node)
-            for lease in sorted(node.leases):
-                self._cancel(self._open(lease), "the node is quarantined", effects)
-            effects.append(QuarantineNode(node.name, cause))
 
     def _node_wanted(self, event: NodeWanted, now: float, effects: list[Effect]) -> None:
         node = self.known(event.node)
@@ -340,6 +313,10 @@ class Replay:
             self.groups.give_back(lease, owed, why)
         self._closed(lease, owed.bit_count())
 
+    def cancel(self, number: int, reason: str, effects: list[Effect]) -> None:
+        """Take back an open lease, whatever it still owes."""
+        self._cancel(self._open(number), reason, effects)
+
     def _cancel(self, lease: LeaseRecord, reason: str, effects: list[Effect]) -> None:
         self.take_back(lease, "cancelled", lease.leased)
         if lease.holder is not self.handovers.nobody:
@@ -406,7 +383,7 @@ class Replay:
     def _finish_evaluation(self, now: float, effects: list[Effect]) -> None:
         if self.evaluations.due(now) and self.evaluations.current is not None:
             for lease in sorted(self.evaluations.current.leases):
-                self._cancel(self._open(lease), "the evaluation's time is over", effects)
+                self.cancel(lease, "the evaluation's time is over", effects)
             effects.append(self.evaluations.finish(now))
 
     # --- the trainer -------------------------------------------------------------------------------------------------
@@ -492,9 +469,6 @@ class Replay:
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, float, list[Effect]], None]]] = {
         NodeJoined: _node_joined,
-        NodeAttested: _node_attested,
-        NodeHeld: _node_showed,
-        NodeRefused: _node_showed,
         NodeWanted: _node_wanted,
         NodeLost: _node_lost,
         ResultArrived: _result_arrived,
@@ -506,5 +480,6 @@ class Replay:
         Resumed: _resumed,
         Ticked: _ticked,
         RunFinished: _run_finished,
+        **attesting.HANDLERS,
         **leaving.HANDLERS,
     }
