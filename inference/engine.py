@@ -44,20 +44,38 @@ class Capabilities(NamedTuple):
     attests: Literal["span", "name"]
 
 
+class Prefix(NamedTuple):
+    """What was sampled of a request so far, arrays and times as in Completion. `policy`: who goes on from it does so
+    under that policy if it is resident when the request is submitted, and unpinned; else under the serving one. The
+    first `resumed` tokens came with a prefix themselves."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: tuple[VersionRun, ...]
+    queued_s: float = 0.0
+    sampling_s: float = 0.0
+    policy: PolicyId | None = None
+    resumed: int = 0
+
+
 class Request(NamedTuple):
     """One attempt to sample. `policy` pins it to a resident policy (evaluation); None means the serving one. Requests
-    with equal prompts are worth submitting together: an engine may prefill the prompt once."""
+    with equal prompts are worth submitting together: an engine may prefill the prompt once. With a `prefix` the engine
+    goes on after it: it prefills prompt and prefix once, samples none of its tokens again, and takes the next random
+    number of the same seed."""
 
     key: tuple[int, int]
     prompt: npt.NDArray[np.int32]
     sampling: SamplingParams
     seed: int
     policy: PolicyId | None = None
+    prefix: Prefix | None = None
 
 
 class Completion(NamedTuple):
     """What came of a request: tokens int32[m] including the stop token, logprobs float32[m] (natural log), version
-    runs over the m tokens; `queued_s` and `sampling_s` in seconds. An aborted one carries what was sampled."""
+    runs over the m tokens; `queued_s` and `sampling_s` in seconds. An aborted one carries what was sampled. All of it
+    includes the request's prefix, whose tokens are the first `resumed`."""
 
     key: tuple[int, int]
     tokens: npt.NDArray[np.int32]
@@ -66,6 +84,7 @@ class Completion(NamedTuple):
     finish: Finish
     queued_s: float
     sampling_s: float
+    resumed: int = 0
 
 
 class Installed(NamedTuple):
@@ -112,11 +131,18 @@ class Engine(Protocol):
         """Move the unpinned requests of an old policy to the serving one, by recomputing; returns how many."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineError for an empty prompt, an id outside the vocabulary, a prompt with no
-        room for one new token, or a pinned policy that is not resident."""
+        """Queue a request. Raises EngineError for an empty prompt, an id outside the vocabulary, a prompt (and prefix)
+        with no room for one new token, or a pinned policy that is not resident."""
 
     def abort(self, key: tuple[int, int]) -> None:
         """Stop a request; it comes back from `step` with finish "abort". Unknown keys are ignored."""
+
+    def waiting(self) -> list[Request]:
+        """Requests that were submitted and have not begun."""
+
+    def take_out(self, key: tuple[int, int]) -> Prefix | None:
+        """Stop a request that is to go on elsewhere, without a completion: all that was sampled of it, its own prefix
+        included; None when nothing was, or for an unknown key."""
 
     def step(self) -> list[Completion]:
         """Advance every running request by at least one token; returns what finished. Returns at once when idle."""

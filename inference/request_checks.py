@@ -32,12 +32,25 @@ def check_request(request: Request, vocab: int, max_context: int) -> None:
             f"{name}: a prompt of {len(prompt)} tokens leaves no room for a new one in a context of "
             f"{max_context}: shorten it or raise [inference] max_context"
         )
+    if request.prefix is not None:
+        _check_prefix(request, vocab, max_context)
     if sampling.top_p != 1.0:
         raise EngineError(f"{name}: top_p is {sampling.top_p}, but the torch engine samples with top_p = 1 only")
     if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature < math.inf:
         raise EngineError(f"{name}: temperature is {sampling.temperature}: 0 or at least {MIN_TEMPERATURE}")
     if sampling.max_new_tokens < 1:
         raise EngineError(f"{name}: max_new_tokens is {sampling.max_new_tokens}, must be at least 1")
+
+
+def _check_prefix(request: Request, vocab: int, max_context: int) -> None:
+    assert request.prefix is not None
+    tokens, logprobs, versions = request.prefix[:3]
+    what = f"the prefix of {request_name(request)}"
+    check_ids(what, tokens, vocab)
+    if len(logprobs) != len(tokens) or sum(run.count for run in versions) != len(tokens):
+        raise EngineError(f"{what} has {len(tokens)} tokens, {len(logprobs)} log-probabilities and runs {versions}")
+    if len(tokens) >= min(request.sampling.max_new_tokens, max_context - len(request.prompt)):
+        raise EngineError(f"{what} of {len(tokens)} tokens leaves no room for a new one")
 
 
 def request_name(request: Request) -> str:

@@ -34,10 +34,16 @@ class Seats:
         self._stamps = np.zeros((seats, positions), dtype=np.int64)
         self._uniforms = np.zeros((seats, positions), dtype=np.float64)
 
-    def take(self, request: Request, limit: int) -> int:
-        """A free seat, now of this request of at most `limit` new tokens."""
-        seat = self._free.pop()
-        self._sequences[seat, : len(request.prompt)] = request.prompt
+    def take(self, request: Request, limit: int, stamps: IntArray) -> int:
+        """A free seat, now of this request of at most `limit` new tokens, those of its prefix included; `stamps` are
+        theirs."""
+        seat, length = self._free.pop(), len(request.prompt)
+        self._sequences[seat, :length] = request.prompt
+        if request.prefix is not None:
+            count = len(request.prefix.tokens)
+            self._sequences[seat, length : length + count] = request.prefix.tokens
+            self._logprobs[seat, :count] = request.prefix.logprobs
+            self._stamps[seat, :count] = stamps
         if request.sampling.temperature:
             self._uniforms[seat, :limit] = request_uniforms(request.seed, limit)
         return seat

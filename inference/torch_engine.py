@@ -24,21 +24,24 @@ import numpy.typing as npt
 
 from async_rl.policy.adapter import AdapterError, read_adapter
 from async_rl.trajectory import Finish
-from async_rl.version import PolicyId, VersionRun
+from async_rl.version import PolicyId
 from inference.adapter_match import match_adapter
 from inference.compiled_step import CompileMode
-from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Request
+from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Prefix, Request
 from inference.model_loading import pick_device, stop_table
 from inference.request_checks import check_ids, check_request, request_name
 from inference.resident import ResidentPolicies
 from inference.rows import DEAD, ROW_DTYPE, IntArray, plan_rows, policy_ranges
 from inference.runner import Draws, ModelRunner, Sampled
 from inference.seats import Seats
+from inference.stamps import Stamps
 
 # Ended rows are decoded in vain until new requests take their places or they are this share of the batch, and a wave
 # of new requests starts when the rows that stood idle for want of it have lost so many steps' worth of work. Measured
 # with 64 and 256 rows: halving or doubling either changes little, moving rows after every end costs 5 %.
 MAX_DEAD_SHARE, WAVE_STEPS = 1 / 4, 1 / 2
+
+NOTHING = Prefix(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), ())
 
 
 @dataclass(slots=True)
@@ -86,8 +89,7 @@ class TorchEngine:
         self._is_stop = stop_table(self._runner.model, self._runner.vocab, stop_tokens)
 
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
-        self._installed: list[PolicyId] = []  # by serial number
-        self._serials: dict[PolicyId, int] = {}  # of resident policies
+        self._stamps = Stamps()
 
         self._waiting: dict[tuple[int, int], _Attempt] = {}
         self._seat_of: dict[tuple[int, int], int] = {}
@@ -162,8 +164,6 @@ class TorchEngine:
             self._runner.load(slot, adapters)
             self._resident.add(policy)
             self._matched[policy] = tuple(adapters)
-            self._serials[policy] = len(self._installed)
-            self._installed.append(policy)
         return Installed(policy, self._matched[policy])
 
     def flip(self, policy: PolicyId, in_flight: InFlight) -> None:
@@ -171,17 +171,32 @@ class TorchEngine:
             raise EngineError(f"in_flight {in_flight!r}: choose {', '.join(get_args(InFlight))}")
         self._resident.serve(policy)
         if in_flight != "finish":
-            self._rebind(self._unpinned_rows() & (self._live("policy") != self._serials[policy]), in_flight)
+            self._unbind_waiting(self.resident.keys() - {policy})
+            self._rebind(self._unpinned_rows() & (self._live("policy") != self._stamps.serial(policy)), in_flight)
 
     def evict(self, policy: PolicyId) -> None:
         self._resident.remove(policy)
-        del self._matched[policy], self._serials[policy]
+        del self._matched[policy]
 
     def rebind(self, policy: PolicyId) -> int:
         self._resident.slot(policy)
         if policy == self.serving:
             return 0
-        return self._rebind(self._unpinned_rows() & (self._live("policy") == self._serials[policy]), "recompute")
+        rows = self._unpinned_rows() & (self._live("policy") == self._stamps.serial(policy))
+        return self._unbind_waiting([policy]) + self._rebind(rows, "recompute")
+
+    def _unbind(self, attempt: _Attempt) -> None:
+        """The attempt uses no policy any more."""
+        if attempt.policy is not None:
+            self._resident.release(attempt.policy)
+            attempt.policy = None
+
+    def _unbind_waiting(self, policies: Collection[PolicyId]) -> int:
+        """Those that wait to go on under one of these policies, and are not pinned, go on under the serving one."""
+        waiting = [each for each in self._waiting.values() if each.request.policy is None and each.policy in policies]
+        for attempt in waiting:
+            self._unbind(attempt)
+        return len(waiting)
 
     def _rebind(self, chosen: npt.NDArray[np.bool_], in_flight: InFlight) -> int:
         """Move rows to the serving policy; under recompute their KV cache is built again before they go on."""
@@ -190,12 +205,9 @@ class TorchEngine:
             return 0
         rows = np.flatnonzero(chosen)
         for seat in self._rows["seat"][rows].tolist():
-            attempt = self._attempts[seat]
-            if attempt.policy is not None:
-                self._resident.release(attempt.policy)
-            self._resident.acquire(serving)
-            attempt.policy = serving
-        self._rows["policy"][rows] = self._serials[serving]
+            self._unbind(self._attempts[seat])
+            self._bind(self._attempts[seat], serving)
+        self._rows["policy"][rows] = self._stamps.serial(serving)
         if in_flight == "recompute":
             self._rows["stale"][rows] = 1
         self._split = True
@@ -212,23 +224,40 @@ class TorchEngine:
         check_request(request, self._vocab, self._max_context)
         if request.key in self._waiting or request.key in self._seat_of:
             raise EngineError(f"{request_name(request)}: already submitted and not finished")
-        if request.policy is not None:
-            self._resident.acquire(request.policy)
+        policy = request.policy
+        if policy is None and request.prefix is not None and request.prefix.policy in self._resident.uses:
+            policy = request.prefix.policy
+        if policy is not None:
+            self._resident.acquire(policy)
         limit = min(request.sampling.max_new_tokens, self._max_context - len(request.prompt))
         prompt_bytes = np.ascontiguousarray(request.prompt, dtype=np.int32).tobytes()
-        self._waiting[request.key] = _Attempt(request, limit, request.policy, prompt_bytes, time.monotonic())
+        self._waiting[request.key] = _Attempt(request, limit, policy, prompt_bytes, time.monotonic())
 
     def abort(self, key: tuple[int, int]) -> None:
         if key in self._waiting:
             attempt = self._waiting.pop(key)
-            if attempt.policy is not None:
-                self._resident.release(attempt.policy)
-            waited = time.monotonic() - attempt.submitted
-            nothing = np.empty(0, dtype=np.int32)
-            self._finished.append(Completion(key, nothing, nothing.astype(np.float32), (), "abort", waited, 0.0))
+            self._unbind(attempt)
+            so_far = attempt.request.prefix or NOTHING
+            queued_s = so_far.queued_s + time.monotonic() - attempt.submitted
+            self._finished.append(
+                Completion(key, *so_far[:3], "abort", queued_s, so_far.sampling_s, len(so_far.tokens))
+            )
         elif key in self._seat_of:
-            (row,) = np.flatnonzero((self._live("seat") == self._seat_of[key]) & (self._live("alive") == 1))
-            self._end(int(row), "abort")
+            self._finished.append(self._leave(self._row_of(key), "abort"))
+
+    def waiting(self) -> list[Request]:
+        return [attempt.request for attempt in self._waiting.values()]
+
+    def take_out(self, key: tuple[int, int]) -> Prefix | None:
+        if key in self._waiting:
+            attempt = self._waiting.pop(key)
+            self._unbind(attempt)
+            prefix = attempt.request.prefix
+            return prefix and prefix._replace(resumed=len(prefix.tokens))
+        if key not in self._seat_of:
+            return None
+        taken = self._leave(self._row_of(key), "abort")
+        return Prefix(*taken[1:4], taken.queued_s, taken.sampling_s, resumed=taken.resumed)
 
     def step(self) -> list[Completion]:
         if self._resident.serving is not None:
@@ -255,14 +284,14 @@ class TorchEngine:
             return
         self._idle_row_steps = 0
         wave = [self._waiting.pop(key) for key in list(self._waiting)[:count]]
-        serials = np.array([self._serials[self._bind(attempt, serving)] for attempt in wave], dtype=np.int64)
+        serials = np.array([self._stamps.serial(self._bind(attempt, serving)) for attempt in wave], dtype=np.int64)
         placed = self._arrange(serials)
         holders = self._prompt_holders(exclude=placed)
         shared = []
         for attempt, serial, row in zip(wave, serials.tolist(), placed.tolist(), strict=True):
             self._seat(attempt, serial, row)
             holder = holders.get((serial, attempt.prompt_bytes))
-            if holder is not None:
+            if holder is not None and attempt.request.prefix is None:
                 shared.append((holder, row))
         self._share_prompts(shared)
 
@@ -275,11 +304,13 @@ class TorchEngine:
 
     def _seat(self, attempt: _Attempt, serial: int, row: int) -> None:
         """Fill a row and a seat for a request that starts."""
-        request = attempt.request
-        prompt, temperature = request.prompt, request.sampling.temperature
-        seat, greedy = self._seats.take(request, attempt.limit), temperature == 0
+        request, temperature = attempt.request, attempt.request.sampling.temperature
+        so_far = request.prefix or NOTHING
+        seat = self._seats.take(request, attempt.limit, self._stamps.of_runs(so_far.versions))
+        greedy, produced = temperature == 0, len(so_far.tokens)
+        length, last = len(request.prompt) + produced, (so_far.tokens if produced else request.prompt)[-1]
         self._rows[row] = (
-            seat, 1, serial, serial, len(prompt), prompt[-1], 0, attempt.limit,
+            seat, 1, serial, serial, length, last, produced, attempt.limit,
             1.0 if greedy else temperature, greedy, 1,
         )  # fmt: skip
         self._attempts[seat] = attempt
@@ -360,26 +391,21 @@ class TorchEngine:
         self._rows["produced"][index] = produced
         stopped = self._is_stop[ids]
         for i in np.flatnonzero(stopped | (produced >= rows["limit"])).tolist():
-            self._end(int(index[i]), "stop" if stopped[i] else "length")
+            self._finished.append(self._leave(int(index[i]), "stop" if stopped[i] else "length"))
 
-    def _end(self, row: int, finish: Finish) -> None:
+    def _leave(self, row: int, finish: Finish) -> Completion:
         """Take a request out of the batch; its row is reused at the next arrangement."""
         seat, length, produced = (int(self._rows[name][row]) for name in ("seat", "length", "produced"))
         attempt = self._attempts.pop(seat)
-        del self._seat_of[attempt.request.key]
+        key, so_far = attempt.request.key, attempt.request.prefix or NOTHING
+        del self._seat_of[key]
         tokens, logprobs, stamps = self._seats.leave(seat, length, produced)
-        queued_s, sampling_s = attempt.started - attempt.submitted, time.monotonic() - attempt.started
-        runs = self._version_runs(stamps)
-        self._finished.append(Completion(attempt.request.key, tokens, logprobs, runs, finish, queued_s, sampling_s))
-        if attempt.policy is not None:
-            self._resident.release(attempt.policy)
+        queued_s = so_far.queued_s + attempt.started - attempt.submitted
+        sampling_s = so_far.sampling_s + time.monotonic() - attempt.started
+        self._unbind(attempt)
         self._rows["alive"][row] = self._rows["stale"][row] = 0
-
-    def _version_runs(self, stamps: IntArray) -> tuple[VersionRun, ...]:
-        return tuple(
-            VersionRun(self._installed[serial].version, self._installed[serial].digest, end - start)
-            for serial, start, end in policy_ranges(stamps)
-        )
+        runs, resumed = self._stamps.runs(stamps), len(so_far.tokens)
+        return Completion(key, tokens, logprobs, runs, finish, queued_s, sampling_s, resumed)
 
     def _arrange(self, new: IntArray | None = None) -> IntArray:
         """Make rows compact and sorted by policy, with room for new requests of policies `new`; returns their rows."""
@@ -393,8 +419,12 @@ class TorchEngine:
 
     # --- small things ------------------------------------------------------------------------------------------------
 
+    def _row_of(self, key: tuple[int, int]) -> int:
+        (row,) = np.flatnonzero((self._live("seat") == self._seat_of[key]) & (self._live("alive") == 1))
+        return int(row)
+
     def _live(self, field: str) -> npt.NDArray[Any]:
         return self._rows[field][: self._n]
 
     def _slot_of_serial(self, serial: int) -> int:
-        return self._resident.slot(self._installed[serial])
+        return self._resident.slot(self._stamps.policy(serial))

@@ -21,7 +21,8 @@ HEAVY = {"torch", "transformers", "peft", "safetensors", "vllm", "sglang"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
 MAX_LINES = 400
-# One idea each that does not come apart: what is said, and the ends of the link; the rules composed, served, simulated.
+# One idea each that does not come apart: what is said, and the ends of the link; the rules composed, served, simulated;
+# an engine.
 LONGER = {
     "async_rl/wire/messages.py": 500,
     "async_rl/wire/client.py": 500,
@@ -29,6 +30,7 @@ LONGER = {
     "buffer/replay.py": 500,
     "buffer/service.py": 450,
     "buffer/simulate.py": 500,
+    "inference/torch_engine.py": 450,
 }
 
 

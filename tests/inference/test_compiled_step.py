@@ -179,6 +179,24 @@ def test_an_aborted_request_carries_what_was_sampled(compiled, qwen, finish_all)
         check_logprobs(qwen, requests[i], done[i], 0)
 
 
+def test_a_request_that_moves_to_another_engine_says_what_it_would_have_said(compiled, qwen, finish_all):
+    whole, first, second = compiled(), compiled(), compiled(slots=3)
+    requests = ragged(qwen, 4)
+    submit_all(whole, requests)
+    submit_all(first, requests)
+    second.submit(qwen.request(9, length=4, new=20))
+    for _ in range(4):
+        first.step()
+        second.step()
+    prefixes = [first.take_out(request.key) for request in requests]
+    submit_all(second, [request._replace(prefix=prefix) for request, prefix in zip(requests, prefixes, strict=True)])
+    done, expected = finish_all(second), finish_all(whole)
+    for i in range(4):
+        assert decode_of(second).startswith("compiled")
+        assert (done[i].tokens.tolist(), done[i].resumed) == (expected[i].tokens.tolist(), 5)
+        np.testing.assert_allclose(done[i].logprobs, expected[i].logprobs, atol=1e-5)
+
+
 def test_in_bfloat16_adapters_kept_apart_are_compiled_too(compiled, qwen, finish_all):
     engine = compiled(versions=(0, 1), dtype="bfloat16")
     submit_all(engine, [qwen.request(i, policy=qwen.policy(i % 2)[0]) for i in range(4)])
