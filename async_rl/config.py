@@ -50,6 +50,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Seconds that a pool waits for the services to answer before it gives up."""
     draw_timeout: PositiveFloat = 600.0
     """Seconds that the trainer waits for one batch before it gives up, naming what is missing."""
+    watchdog_s: PositiveFloat = 300.0
+    """Seconds after which a process whose main loop does not move is ended, with a message."""
+    work_timeout: PositiveFloat = 3600.0
+    """Seconds that may pass instead where it cannot show that it moves: the model's loading, one step, a checkpoint."""
     prometheus: bool = True
     """Every process serves its metrics on loopback; DIR/prometheus/*.json says where (file_sd)."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()

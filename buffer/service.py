@@ -75,8 +75,7 @@ class Service:
         self._config = context.config
         self._server = server
         self._clock = clock
-        self._stopping = context.stopping
-        self._exporter = context.exporter
+        self._stopping, self._exporter, self._watchdog = context.stopping, context.exporter, context.watchdog
         self._replay = Replay(rules_from_config(context.config))
         self._observed = Observed(context.config, clock())
         self._reference: dict[str, str] | None = None
@@ -95,6 +94,7 @@ class Service:
     def serve(self) -> None:
         next_tick = self._clock() + TICK_S
         while self._finished is None:
+            self._watchdog.beat("takes what its peers send")
             if self._stopping.is_set():
                 self._stop_everyone("the buffer was told to stop", "the buffer was told to stop")
                 self._part()

@@ -156,6 +156,7 @@ class StoreService:
     def __init__(self, context: PoolContext, server: Server, files: PolicyFiles) -> None:
         self._stopping = context.stopping
         self._exporter = context.exporter
+        self._watchdog = context.watchdog
         self._gauges = StoreGauges()
         self._server = server
         self._files = files
@@ -163,6 +164,7 @@ class StoreService:
 
     def serve(self) -> None:
         while not self._stopping.is_set():
+            self._watchdog.beat("takes what its peers send")
             self._exporter.offer(time.monotonic(), self._reading)
             for event in self._server.poll(POLL_S):
                 if isinstance(event, PeerJoined):
@@ -200,7 +202,8 @@ class StoreService:
 
     def _on_upload(self, peer: str, upload: Upload, blobs: Sequence[memoryview]) -> None:
         try:
-            entry = self._files.add(upload, blobs[0] if blobs else memoryview(b""))
+            with self._watchdog.working(f"waits for the disk to have policy {upload.policy.short()}"):
+                entry = self._files.add(upload, blobs[0] if blobs else memoryview(b""))
         except ValueError as error:
             log.error("%s", error)
             with suppress(LinkError):  # it may have left already

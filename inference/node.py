@@ -72,6 +72,7 @@ class Node:
         self._inbox = inbox
         self._gauges = gauges
         self._exporter = context.exporter
+        self._watchdog = context.watchdog
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start
         )
@@ -97,6 +98,7 @@ class Node:
         self._sessions = self._buffer.sessions
         self._introduce()
         while self._over is None and not self._stopping.is_set():
+            self._watchdog.beat("decodes" if self._can_step else "waits for leases from the buffer")
             self._read_inbox(self._patience)
             if self._buffer.sessions > self._sessions:
                 self._sessions = self._buffer.sessions
@@ -128,7 +130,11 @@ class Node:
         if not self._can_step or started < self._next_step:
             return []
         rows = self._engine.active
-        completions = self._engine.step()
+        if self._sampled_tokens:
+            completions = self._engine.step()
+        else:  # the first ones may compile it
+            with self._watchdog.working("decodes for the first time"):
+                completions = self._engine.step()
         # With a cap on tokens per second the node is busy, as the slower machine that it stands for would be, until
         # its next step may begin.
         self._next_step = max(started - IDLE_S, self._next_step) + rows * self._seconds_per_token
@@ -149,6 +155,7 @@ class Node:
     def _on_item(self, item: object) -> None:
         match item:
             case Received(message=Leases(leases)):
+                self._watchdog.note(f"took {len(leases)} leases")
                 for lease in leases:
                     self._on_lease(lease)
                 reached("node.after-lease")
@@ -255,6 +262,7 @@ class Node:
     def _report_flip(self, flipped: Flipped) -> None:
         policy, matched = flipped.installed.policy, len(flipped.installed.matched_modules)
         log.info("serving policy %s (%d modules, %.0f ms)", policy.short(), matched, flipped.load_ms)
+        self._watchdog.note(f"flipped to policy {policy.short()}")
         self._buffer.send(NodeServing(policy, matched, flipped.load_ms))
 
     def _report_trouble(self, policy: PolicyId, error: str) -> None:
@@ -286,8 +294,10 @@ def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
 def body(context: PoolContext) -> None:
     config = context.config
     path = model_path(config)
-    task = load_task(config.task)
-    engine = make_engine(config, path)
+    with context.watchdog.working("loads the task, the model and the tokenizer"):
+        task = load_task(config.task)
+        engine = make_engine(config, path)
+        tokenizer = load_tokenizer(path)
     log.info("engine: %s", engine.describe())
     scratch = Path(tempfile.mkdtemp(prefix="async-rl-node-"))
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -296,7 +306,7 @@ def body(context: PoolContext) -> None:
         buffer, store = dial_services(context, "node", inbox)
         ready = NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path))
         puller = PolicyPuller(store, scratch, inbox)
-        book = RolloutBook(task, load_tokenizer(path), context.name, engine.capabilities.name)
+        book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
         gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
         try:
             Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()

@@ -41,7 +41,7 @@ from trainer.backends import make_backend
 from trainer.batches import TrainingBatch, prepare
 from trainer.checkpoint import find_latest, write_checkpoint
 from trainer.gauges import TrainerGauges
-from trainer.publish import Published, Publisher
+from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
 from trainer.records import batch_record, pools_record, sample_records, samples_due
 from trainer.schedule import learning_rate_at
 from trainer.trackers import Records, RecordWriter, open_trackers
@@ -80,6 +80,7 @@ class Learner:
         self._config = context.config
         self._directory = context.directory
         self._stopping = context.stopping
+        self._watchdog = context.watchdog
         self._backend = backend
         self._state = state
         self._buffer = buffer
@@ -114,7 +115,8 @@ class Learner:
                     self._config.algorithm.advantage,
                 )
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
-                result = self._backend.step(batch.samples, rate)
+                with self._watchdog.working(f"trains batch {drawn.message.batch} from version {state.version}"):
+                    result = self._backend.step(batch.samples, rate)
                 trained_at = time.monotonic()
                 reached("trainer.after-step")
                 self._confirm(drawn.message, batch)
@@ -157,8 +159,12 @@ class Learner:
 
     def _publish(self) -> Published:
         path = self._directory.adapters / "outgoing.safetensors"
-        self._state.digest = self._backend.export(path)
-        published = self._publisher.publish(self._policy, path)
+        with self._watchdog.working(f"exports version {self._state.version}"):
+            self._state.digest = self._backend.export(path)
+        with self._watchdog.expect(
+            f"waits for buffer and store to take policy {self._policy.short()}", PUBLISH_LIMIT_S
+        ):
+            published = self._publisher.publish(self._policy, path)
         self._push_bytes = published.size
         return published
 
@@ -201,6 +207,7 @@ class Learner:
         allowed), and AsyncRLError when the buffer stops the run."""
         deadline = time.monotonic() + timeout_s
         while True:
+            self._watchdog.beat(f"waits for {awaiting} from the buffer")
             if interruptible and self._stopping.is_set():
                 raise Interrupted(f"stopped at version {self._state.version}")
             if self._buffer.sessions > 1:
@@ -233,7 +240,8 @@ class Learner:
     def _checkpoint(self) -> None:
         self._state.elapsed_s = self._time_s()
         state = msgspec.to_builtins(self._state, str_keys=True)
-        write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
+        with self._watchdog.working(f"writes the checkpoint of version {self._state.version}"):
+            write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
 
     def _record(
         self, batch: TrainingBatch, result: StepResult, published: Published, seconds: dict[str, float]
@@ -300,6 +308,10 @@ class Learner:
 
     def write_results(self, final: Final | None) -> None:
         """adapters/final, summary.json and the learning curve."""
+        with self._watchdog.working("writes the results"):
+            self._write_results(final)
+
+    def _write_results(self, final: Final | None) -> None:
         self._backend.export_peft(self._directory.adapters / "final")
         summary = build_summary(
             read_metrics(self._directory.metrics_path), final.status if final else None, self._config,
@@ -326,10 +338,9 @@ def run_learner(learner: Learner) -> None:
 def body(context: PoolContext) -> None:
     config, directory = context.config, context.directory
     path = model_path(config)
-    backend = make_backend(config, path)
-    state = State()
-    if context.resume:
-        state = resume(directory.checkpoints, backend)
+    with context.watchdog.working("loads the model"):
+        backend = make_backend(config, path)
+        state = resume(directory.checkpoints, backend) if context.resume else State()
     keep = state.version if context.resume else None
     file = MetricsWriter(directory.metrics_path, keep_before_step=keep)
     with Records(file, open_trackers(context, state.version)) as metrics:

@@ -16,6 +16,7 @@ from async_rl.wire.link import Client, LinkTimeout
 from async_rl.wire.messages import PinPolicy, PolicyPublished, Stored, Upload
 
 STORE_TIMEOUT_S = 60.0
+PUBLISH_LIMIT_S = 3 * STORE_TIMEOUT_S  # the waits of `publish` together, each of which has a message of its own
 
 
 class Published(NamedTuple):

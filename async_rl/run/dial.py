@@ -8,6 +8,8 @@ from async_rl.run.process import PoolContext
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import Role
 
+GRACE_S = 10.0  # a wait ends by its own limit, with its own message, before the watchdog would
+
 
 def listen(context: PoolContext, endpoint: str) -> Server:
     """A service's socket. Raises LinkError when the endpoint is taken, AsyncRLError when it is not allowed."""
@@ -41,6 +43,7 @@ def dial_services(
             heartbeat_s=config.buffer.heartbeat,
             inbox=box,
         )
-        link.connect(config.run.connect_timeout)
+        with context.watchdog.expect(f"waits for a welcome from the {peer}", config.run.connect_timeout + GRACE_S):
+            link.connect(config.run.connect_timeout)
         links.append(link)
     return links[0], links[1]

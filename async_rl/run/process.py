@@ -33,6 +33,7 @@ from async_rl.run import killpoints
 from async_rl.run.directory import RunDirectory
 from async_rl.run.exporter import Exporter
 from async_rl.run.pages import keep_pages
+from async_rl.run.watchdog import Watchdog
 
 HOUSE = ("buffer", "inference", "trainer")
 PARENT_VARIABLE = "ASYNC_RL_PARENT_DEATH"  # the launcher's process id: end when it is gone
@@ -72,7 +73,7 @@ class StopEvent(threading.Event):
 @dataclass(frozen=True)
 class PoolContext:
     """What a pool gets: the resolved config, the run's directory, its own name, `stopping` (see StopEvent), whether it
-    is to go on from a checkpoint, and where its numbers go while it runs."""
+    is to go on from a checkpoint, where its numbers go while it runs, and who ends it when it does not move."""
 
     config: Config
     directory: RunDirectory
@@ -80,6 +81,7 @@ class PoolContext:
     stopping: StopEvent = field(default_factory=StopEvent)
     resume: bool = False
     exporter: Exporter = field(default_factory=Exporter)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
 
 def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoReturn:
@@ -94,11 +96,15 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
     try:
         check_house(name for name in HOUSE if name in sys.modules)
         directory = RunDirectory.open(arguments.dir)
-        context = PoolContext(load_config(arguments.config), directory, arguments.name, resume=arguments.resume)
+        config = load_config(arguments.config)
+        watchdog = Watchdog(arguments.name, config.run.watchdog_s, config.run.work_timeout)
+        context = PoolContext(config, directory, arguments.name, resume=arguments.resume, watchdog=watchdog)
         _follow_parent()
+        watchdog.start()
         _handle_termination(context)
         with _exporting(context, module):
             code = body(context) or 0
+            watchdog.beat("ends")
     except Terminated:
         log.info("terminated")
         code = TERMINATED_EXIT

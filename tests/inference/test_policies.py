@@ -16,6 +16,7 @@ import pytest
 
 from async_rl.run.exporter import Exporter
 from async_rl.run.process import StopEvent
+from async_rl.run.watchdog import Watchdog
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkRefused, Server
 from async_rl.wire.messages import PinPolicy, Pull, Stop, Stored, Upload
@@ -44,6 +45,7 @@ class Context(NamedTuple):
 
     stopping: StopEvent
     exporter: Exporter
+    watchdog: Watchdog
 
 
 class WatchedStore(StoreService):
@@ -75,7 +77,7 @@ class House:
         self.stopping = StopEvent()
         self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
         files = PolicyFiles(self.files, RUN, MAX_STALENESS)
-        self.store = WatchedStore(Context(self.stopping, Exporter()), self.server, files)
+        self.store = WatchedStore(Context(self.stopping, Exporter(), Watchdog()), self.server, files)
         self.store.pulls = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()

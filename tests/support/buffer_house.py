@@ -14,6 +14,7 @@ from async_rl.config import Config, config_from_table
 from async_rl.fingerprint import pacing
 from async_rl.run.exporter import Exporter
 from async_rl.run.process import StopEvent
+from async_rl.run.watchdog import Watchdog
 from async_rl.trajectory import (
     Segment,
     Trajectory,
@@ -52,6 +53,7 @@ class Context(NamedTuple):
     config: Config
     stopping: StopEvent
     exporter: Exporter
+    watchdog: Watchdog
 
 
 class House:
@@ -68,9 +70,10 @@ class House:
         self.endpoint = f"ipc://{folder / 'b'}"
         self.stopping = StopEvent()
         self.exporter = Exporter()
+        self.watchdog = Watchdog()
         server = Server(self.endpoint, run=RUN, token=TOKEN, name="buffer", heartbeat_s=HEARTBEAT)
         self.config = config_from_table(table, "test")
-        self.service = Service(Context(self.config, self.stopping, Exporter()), server)
+        self.service = Service(Context(self.config, self.stopping, Exporter(), self.watchdog), server)
         self.failure: BaseException | None = None
         self._server = server
         self._clients: list[Client] = []

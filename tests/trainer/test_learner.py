@@ -19,6 +19,7 @@ from async_rl.fingerprint import pacing
 from async_rl.policy.adapter import write_adapter
 from async_rl.run.metrics import MetricsWriter, read_metrics, steps_of
 from async_rl.run.process import StopEvent
+from async_rl.run.watchdog import Watchdog
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import Leases, NodeReady, NodeServing, NodeWants, Stop, TrainerReady
 from buffer.store import PolicyFiles, StoreService
@@ -74,6 +75,7 @@ class Directory:
 class Context:
     def __init__(self, config: Config, path: Path) -> None:
         self.config, self.directory, self.stopping = config, Directory(path), StopEvent()
+        self.watchdog = Watchdog()
 
 
 class Run:
