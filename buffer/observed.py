@@ -77,6 +77,7 @@ class Observed:
             push_ms=tuple(self._push_ms),
             bound=self._config.buffer.max_staleness,
             pushes=self._push_count,
+            handovers=dict(replay.handovers.counts),
             mismatches=tuple(replay.quarantine.measured),
             mismatch_count=replay.quarantine.measured_count,
             quarantined=replay.nodes.quarantined,

@@ -29,15 +29,19 @@ from async_rl.wire.messages import (
     Cancel,
     Confirm,
     Confirmed,
+    Drain,
     Draw,
     EvalRequest,
     EvalResult,
     Final,
     Finish,
+    GiveBack,
+    HandOver,
     Introduce,
     Lease,
     Leases,
     Message,
+    NodeDraining,
     NodeHolds,
     NodeReady,
     NodeServing,
@@ -48,11 +52,13 @@ from async_rl.wire.messages import (
     Status,
     StatusRequest,
     Stop,
+    TakeOver,
     TrainerReady,
 )
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from buffer import events
 from buffer.collector import collect_young_only
+from buffer.departures import Departures
 from buffer.observed import Observed
 from buffer.replay import Replay, rules_from_config
 
@@ -87,6 +93,7 @@ class Service:
         self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
         self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
         self._results: list[events.ResultArrived] = []  # of this burst, not applied yet
+        self._departures = Departures(self._apply_for_node, self._send, self._ready.keys(), self._read_results)
         self._finished: Finish | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -127,6 +134,9 @@ class Service:
                 log.warning("%s sent %s, which is not for it to send", event.peer, type(event.message).__name__)
             else:
                 handler(self, event)
+
+    def _on_departure(self, received: Received) -> None:
+        self._departures.handle(received)
 
     def _may_speak(self, event: Received) -> bool:
         """One trainer drives a run: whoever else says it is one has to introduce itself first, and is refused then."""
@@ -203,7 +213,8 @@ class Service:
             if lost.peer in self._admitted:
                 self._apply(events.NodeLost(lost.peer, lost.reason))
             self._forget(lost.peer)
-            self._given_up.add(lost.peer)
+            if lost.peer in self._server.peers:  # it said no goodbye: its session may resume
+                self._given_up.add(lost.peer)
         elif lost.peer == self._trainer:
             self._trainer_lost = lost.reason
             self._check_trainer()
@@ -241,21 +252,24 @@ class Service:
             self._apply_for_node(received.peer, events.NodeRefused(received.peer, message.policy, message.error))
 
     def _on_results(self, received: Received) -> None:
-        message: Results = received.message
         results: list[Any] = self._results if received.peer in self._admitted else self._held[received.peer]
+        results += self._read_results(received)
+
+    def _read_results(self, received: Received) -> list[events.ResultArrived]:
+        """The encoded trajectories of a message, as far as they can be read."""
+        message: Results | HandOver = received.message
+        encoded = message.trajectories if isinstance(message, Results) else message.prefixes
         try:
-            payloads = unpack_payloads(message.trajectories, received.blobs)
+            payloads = unpack_payloads(encoded, received.blobs)
         except ValueError as error:
-            log.error("results of node %s cannot be read: %s", received.peer, error)
+            log.error("what node %s sampled cannot be read: %s", received.peer, error)
             self._observed.trouble += 1
-            return
+            return []
         # A view keeps the whole message it came in: good for one that is most of it, dear for one of many.
         worth_copying = max(COPIED_BYTES, sum(map(len, payloads)) // 2)
-        for payload in payloads:
-            kept = bytes(payload) if len(payload) < worth_copying else memoryview(payload)
-            event = self._result_event(received.peer, kept)
-            if event is not None:
-                results.append(event)
+        kept = [bytes(each) if len(each) < worth_copying else memoryview(each) for each in payloads]
+        results = [self._result_event(received.peer, payload) for payload in kept]
+        return [result for result in results if result is not None]
 
     def _result_event(self, node: str, payload: bytes | memoryview) -> events.ResultArrived | None:
         """Read the head of a trajectory, not its arrays. What cannot be read names no attempt: it is counted."""
@@ -319,6 +333,9 @@ class Service:
             match effect:
                 case events.GrantLease(node, lease):
                     grants[node].append(lease)
+                case events.MoveLease(node, lease, payloads):
+                    inline, blobs = pack_payloads(payloads)
+                    self._send(node, TakeOver(lease, inline), blobs)
                 case events.CancelLease(node, lease_id, reason):
                     self._send(node, Cancel((lease_id,), reason))
                 case events.LendBatch():
@@ -385,6 +402,10 @@ class Service:
         (NodeHolds, "node"): _on_holds,
         (NodeWants, "node"): _on_wants,
         (NodeTrouble, "node"): _on_trouble,
+        (NodeDraining, "node"): _on_departure,
+        (GiveBack, "node"): _on_departure,
+        (HandOver, "node"): _on_departure,
+        (Drain, "tool"): _on_departure,
         (TrainerReady, "trainer"): _on_trainer_ready,
         (PolicyPublished, "trainer"): _on_published,
         (Draw, "trainer"): _on_draw,
