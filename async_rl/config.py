@@ -88,6 +88,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 class BufferConfig(Section, frozen=True, kw_only=True):
     endpoint: str = "auto"
     store_endpoint: str = "auto"
+    keys: str = ""
+    """A folder made by `async-rl keys`: every link is encrypted, and only who is listed there comes in. Needed for
+    addresses beyond this machine."""
     max_staleness: Count = 4
     groups_per_step: PositiveInt = 32
     group_size: PositiveInt = 8
@@ -194,6 +197,11 @@ def lead(config: Config) -> int:
     if buffer.order == "windowed":
         return buffer.max_staleness - math.ceil((buffer.window - 1) / buffer.groups_per_step)
     return buffer.max_staleness
+
+
+def keys_folder(config: Config) -> Path | None:
+    """Where the CURVE keys lie, None without."""
+    return Path(config.buffer.keys).expanduser().resolve() if config.buffer.keys else None
 
 
 def check_config(config: Config) -> None:

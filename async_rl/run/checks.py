@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 from rich.table import Table
 
-from async_rl.config import Config, ConfigError, lead
+from async_rl.config import Config, ConfigError, keys_folder, lead
 from async_rl.errors import AsyncRLError
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
 from async_rl.tasks.registry import load_task
+from async_rl.wire.keys import ServiceKeys, dial_keys
+from async_rl.wire.messages import Role
 
 # What each pool imports beyond the ground floor; the names are also those of the extras that install them.
 NEEDS = {
@@ -66,6 +69,19 @@ def check_model(config: Config) -> str:
     )
 
 
+def with_keys(config: Config, *roles: Role, services: bool = False) -> Config:
+    """The config with the absolute path of its keys, after looking at those that these roles (and the services) need.
+    Raises KeyFileError."""
+    folder = keys_folder(config)
+    if folder is None:
+        return config
+    if services:
+        ServiceKeys(folder)
+    for role in roles:
+        dial_keys(folder, role)
+    return msgspec.structs.replace(config, buffer=msgspec.structs.replace(config.buffer, keys=str(folder)))
+
+
 def dry_run_table(config: Config, model: str) -> Table:
     """What would run: pools, endpoints, batch, bound, tickets."""
     buffer, inference, trainer, algorithm = config.buffer, config.inference, config.trainer, config.algorithm
@@ -86,6 +102,7 @@ def dry_run_table(config: Config, model: str) -> Table:
         ("task", ", ".join(f"{key} = {value}" for key, value in config.task.items())),
         ("buffer", f"{_endpoint(buffer.endpoint, 'buffer')}, order {buffer.order}"),
         ("store", _endpoint(buffer.store_endpoint, "store")),
+        ("keys", buffer.keys or "none: no link leaves this machine"),
         (
             "inference",
             f"{inference.nodes} × {inference.engine}, {inference.slots} slots each, up to "

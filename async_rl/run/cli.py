@@ -17,13 +17,14 @@ from rich.console import Console
 
 from async_rl.config import Config, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
-from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, dry_run_table
+from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, dry_run_table, with_keys
 from async_rl.run.directory import LATEST, RUNS, RunDirectory
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
 from async_rl.run.report import write_report
 from async_rl.run.status import state_of
 from async_rl.run.status_text import state_text
+from async_rl.wire.keys import DIALLING, make_keys, where_keys_go
 
 DEFAULT_DIRECTORY = RUNS / LATEST
 
@@ -112,9 +113,18 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("place", nargs="?", default=str(DEFAULT_DIRECTORY), metavar="DIR|ENDPOINT")
     status.add_argument("--token", type=Path, metavar="FILE", help="the run's token, with an ENDPOINT")
     status.add_argument("--run", metavar="ID", help="the run's id (default: that of the run.json beside the token)")
+    status.add_argument("--keys", type=Path, metavar="DIR", help="a folder of CURVE keys, with an ENDPOINT")
     status.add_argument("--json", action="store_true", help="print it as one JSON object")
     status.add_argument("--debug", action="store_true", help="show a traceback on error")
     status.set_defaults(command=_status)
+
+    keys = commands.add_parser("keys", help="make CURVE keys, for pools on several machines")
+    keys.add_argument("directory", type=Path, metavar="DIR", help="a folder for them; made when it is not there")
+    keys.add_argument(
+        "--role", choices=DIALLING, action="append", default=[], help="only a pair for this role, for one more machine"
+    )
+    keys.add_argument("--debug", action="store_true", help="show a traceback on error")
+    keys.set_defaults(command=_keys)
 
     report = commands.add_parser("report", help="write DIR/report.html, one page with plots, now")
     report.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR")
@@ -169,6 +179,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     if options.dry_run:
         check_task(config)
         check_trackers(config)
+        config = with_keys(config, *DIALLING, services=True)
         console.print(dry_run_table(config, check_model(config)), highlight=False, soft_wrap=True)
         return 0
     return run_all(config, options.out, options.resume, _flags(options), console)
@@ -187,9 +198,16 @@ def _train(options: argparse.Namespace, console: Console) -> int:
 
 
 def _status(options: argparse.Namespace, console: Console) -> int:
-    state = state_of(options.place, options.token, options.run)
+    state = state_of(options.place, options.token, options.run, options.keys)
     text = msgspec.json.format(msgspec.json.encode(state)).decode() if options.json else state_text(state)
     console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return 0
+
+
+def _keys(options: argparse.Namespace, console: Console) -> int:
+    roles = tuple(dict.fromkeys(options.role))
+    make_keys(options.directory, roles)
+    console.print(where_keys_go(options.directory, roles), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

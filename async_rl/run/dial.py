@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import queue
 
+from async_rl.config import keys_folder
 from async_rl.run.process import PoolContext
+from async_rl.wire.keys import ServiceKeys, dial_keys
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import Role
+from async_rl.wire.security import where_to_dial
 
 GRACE_S = 10.0  # a wait ends by its own limit, with its own message, before the watchdog would
 
 
 def listen(context: PoolContext, endpoint: str) -> Server:
-    """A service's socket. Raises LinkError when the endpoint is taken, AsyncRLError when it is not allowed."""
+    """A service's socket. Raises LinkError when the endpoint is taken, AsyncRLError when it is not allowed, or when the
+    keys are not as they should be."""
+    folder = keys_folder(context.config)
     return Server(
         endpoint,
         run=context.directory.run_id,
         token=context.directory.token,
         name=context.name,
         heartbeat_s=context.config.buffer.heartbeat,
+        keys=ServiceKeys(folder) if folder is not None else None,
     )
 
 
@@ -28,10 +34,12 @@ def dial_services(
     """Connected links to the buffer and to the policy store; what the buffer says goes to `inbox`, if there is one.
     Raises LinkTimeout after run.connect_timeout, and LinkRefused."""
     directory, config = context.directory, context.config
+    folder = keys_folder(config)
+    keys = dial_keys(folder, role) if folder is not None else None
     links = []
     for endpoint, peer, box in (
-        (directory.endpoint, "buffer", inbox),
-        (directory.store_endpoint, "store", None),
+        (where_to_dial(config.buffer.endpoint, directory.endpoint), "buffer", inbox),
+        (where_to_dial(config.buffer.store_endpoint, directory.store_endpoint), "store", None),
     ):
         link = Client(
             endpoint,
@@ -42,6 +50,7 @@ def dial_services(
             peer=peer,
             heartbeat_s=config.buffer.heartbeat,
             inbox=box,
+            keys=keys,
         )
         with context.watchdog.expect(f"waits for a welcome from the {peer}", config.run.connect_timeout + GRACE_S):
             link.connect(config.run.connect_timeout)

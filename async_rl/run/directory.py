@@ -1,7 +1,7 @@
 """A run's directory: everything that a run makes, in one place, and where its services listen.
 
 config.toml    as resolved; runs as it is
-run.json       run id and endpoints
+run.json       run id and endpoints, and in which folder the keys lie; never a key
 token          0600: who can read it may join
 metrics.jsonl  samples.jsonl  summary.json  report.html  learning_curve.png
 logs/  adapters/  checkpoints/  prometheus/  tensorboard/  wandb/
@@ -23,7 +23,7 @@ from typing import Any
 
 import tomli_w
 
-from async_rl.config import Config, config_table
+from async_rl.config import Config, config_table, keys_folder
 from async_rl.errors import AsyncRLError
 from async_rl.wire.security import check_endpoint, make_ipc_directory, new_token, read_token, write_token
 
@@ -83,7 +83,7 @@ class RunDirectory:
         """Before a resume: new sockets, as the last run's were taken away with it. The run id and token stay."""
         _check_endpoints(config)
         self.remove_sockets()
-        self._run = {**self._run, **_endpoints(config)}
+        self._run = {"run": self.run_id, **_endpoints(config)}
         _write(self.path / "run.json", json.dumps(self._run, indent=1) + "\n")
 
     @contextmanager
@@ -150,6 +150,11 @@ class RunDirectory:
         return str(self._run["store_endpoint"])
 
     @property
+    def keys(self) -> Path | None:
+        """Where the CURVE keys of its services lie on their machine; None without."""
+        return Path(str(self._run["keys"])) if "keys" in self._run else None
+
+    @property
     def config_path(self) -> Path:
         return self.path / "config.toml"
 
@@ -200,14 +205,15 @@ def _endpoints(config: Config) -> dict[str, str]:
         for key, name in (("endpoint", "buffer"), ("store_endpoint", "store")):
             if chosen[key] == "auto":
                 chosen[key] = f"ipc://{folder / name}"
-    return chosen
+    keys = keys_folder(config)
+    return chosen | ({"keys": str(keys)} if keys is not None else {})
 
 
 def _check_endpoints(config: Config) -> None:
     """Before anything is made."""
     explicit = [end for end in (config.buffer.endpoint, config.buffer.store_endpoint) if end != "auto"]
     for endpoint in explicit:
-        check_endpoint(endpoint)
+        check_endpoint(endpoint, encrypted=bool(config.buffer.keys))
     fixed = [endpoint for endpoint in explicit if not endpoint.endswith(":*")]
     if len(set(fixed)) < len(fixed):
         raise RunDirectoryError(f"[buffer] endpoint and store_endpoint are both {fixed[0]}: give each its own")
@@ -220,7 +226,10 @@ def _with_port(endpoint: str) -> str:
     host = endpoint.removeprefix("tcp://").removesuffix(":*")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.bind((host.strip("[]"), 0))
+        try:
+            probe.bind(("" if host == "*" else host.strip("[]"), 0))
+        except OSError as error:
+            raise RunDirectoryError(f"{endpoint}: no port is free at {host}: {error.strerror}: name one") from error
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 

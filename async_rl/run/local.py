@@ -14,7 +14,7 @@ from rich.console import Console
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, is_made
+from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, is_made, with_keys
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
@@ -22,6 +22,7 @@ from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, pinned
 from async_rl.run.model_cache import model_path
 from async_rl.run.report import write_report
 from async_rl.run.view import RunView
+from async_rl.wire.keys import DIALLING
 
 
 def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console) -> int:
@@ -30,6 +31,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     check_task(config)
     check_trackers(config)
     check_model(config)
+    config = with_keys(config, *DIALLING, services=True)
     directory = _resumed(out, config) if resume else RunDirectory.create(out, config)
     try:
         with directory.hold():
@@ -59,6 +61,7 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
     """The buffer and the policy store in the foreground, for pools started by hand."""
     check_installed(["buffer"])
     check_task(config)
+    config = with_keys(config, services=True)
     if out is not None and (out / "run.json").exists():
         directory = RunDirectory.open(out)
         with directory.hold():
@@ -81,6 +84,7 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
 def run_node(config: Config, out: Path, name: str, flags: Sequence[str]) -> int:
     """One inference node in the foreground."""
     check_installed(["inference"])
+    config = with_keys(config, "node")
     return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", "inference.node", flags)
 
 
@@ -88,6 +92,7 @@ def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Seque
     """The trainer in the foreground."""
     check_installed(["trainer"])
     check_trackers(config)
+    config = with_keys(config, "trainer")
     directory = RunDirectory.open(out)
     if directory.has_checkpoint() and not resume:
         raise AsyncRLError(f"{directory.path} has checkpoints of a run: add --resume to go on from the newest")

@@ -23,9 +23,10 @@ from async_rl.run.launch import LAST_LINE_BYTES
 from async_rl.run.metrics import Record, read_metrics, steps_of
 from async_rl.run.summary import ledger_balances, nested_ledger, percentile
 from async_rl.run.view import STATUS_TIMEOUT, fetch_status
+from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client, LinkRefused, LinkTimeout
 from async_rl.wire.messages import NodeStatus, Status
-from async_rl.wire.security import check_endpoint, read_token
+from async_rl.wire.security import check_endpoint, reachable, read_token
 
 Phase = Literal["running", "starting or ending", "finished", "failed", "stopped"]
 """stopped: over before its last step, and no process said that it failed: interrupted, killed, or never started."""
@@ -87,18 +88,18 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 # --- where to ask ----------------------------------------------------------------------------------------------------
 
 
-def state_of(place: str, token_file: Path | None = None, run: str | None = None) -> RunState:
+def state_of(place: str, token_file: Path | None = None, run: str | None = None, keys: Path | None = None) -> RunState:
     """`place` is a run directory, or the endpoint of a buffer. Raises AsyncRLError."""
     if "://" in place:
-        return of_endpoint(place, token_file, run)
-    if token_file is not None or run is not None:
-        raise StatusError(f"--token and --run go with an ENDPOINT (tcp://…, ipc://…), not with a directory: {place}")
+        return of_endpoint(place, token_file, run, keys)
+    if token_file is not None or run is not None or keys is not None:
+        raise StatusError(f"--token, --run and --keys go with an ENDPOINT (tcp://…, ipc://…), not a directory: {place}")
     return of_directory(RunDirectory.open(Path(place)))
 
 
-def of_endpoint(endpoint: str, token_file: Path | None, run: str | None) -> RunState:
+def of_endpoint(endpoint: str, token_file: Path | None, run: str | None, keys: Path | None = None) -> RunState:
     """`run` is by default that of the run.json beside the token. Raises AsyncRLError."""
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, encrypted=keys is not None)
     if token_file is None:
         raise StatusError(f"{endpoint}: add --token FILE, the file `token` of the run's directory or a copy of it")
     token = read_token(token_file)
@@ -106,7 +107,7 @@ def of_endpoint(endpoint: str, token_file: Path | None, run: str | None) -> RunS
     if not listens(endpoint):
         raise StatusError(f"nobody listens at {endpoint}: is the buffer running, and is this where it listens?")
     try:
-        status = ask(endpoint, named, token)
+        status = ask(endpoint, named, token, keys)
     except LinkRefused as refused:
         raise StatusError(f"{refused} (the token is from {token_file}, the run is {named})") from refused
     return live_state(status, named, endpoint)
@@ -114,21 +115,24 @@ def of_endpoint(endpoint: str, token_file: Path | None, run: str | None) -> RunS
 
 def of_directory(directory: RunDirectory) -> RunState:
     """Raises AsyncRLError when a buffer listens and does not answer, and for a directory whose files are broken."""
-    if listens(directory.endpoint):
+    endpoint = reachable(directory.endpoint)
+    if listens(endpoint):
         try:
-            status = ask(directory.endpoint, directory.run_id, directory.token)
+            status = ask(endpoint, directory.run_id, directory.token, directory.keys)
         except LinkRefused:
             if directory.is_held():
                 raise
         else:
-            return live_state(status, directory.run_id, directory.endpoint, directory)
+            return live_state(status, directory.run_id, endpoint, directory)
     return state_at_rest(directory, held=directory.is_held())
 
 
-def ask(endpoint: str, run: str, token: str) -> Status:
-    """A buffer's own account. Raises LinkRefused (wrong run, wrong token), LinkTimeout."""
+def ask(endpoint: str, run: str, token: str, folder: Path | None = None) -> Status:
+    """A buffer's own account. `folder` holds the keys, if it asks for some. Raises LinkRefused (wrong run, wrong token,
+    wrong role of a key), LinkTimeout, KeyFileError."""
     name = f"status-{os.getpid()}"
-    client = Client(endpoint, run=run, token=token, role="tool", name=name, peer="the buffer")
+    keys = dial_keys(folder, "tool") if folder is not None else None
+    client = Client(endpoint, run=run, token=token, role="tool", name=name, peer="the buffer", keys=keys)
     try:
         client.connect(STATUS_TIMEOUT)
         return fetch_status(client, STATUS_TIMEOUT)
@@ -180,7 +184,7 @@ def live_state(status: Status, run: str, endpoint: str, directory: RunDirectory 
         confirmed=status.confirmed_batches,
         trainer=status.trainer,
         newest=status.newest.short() if status.newest else None,
-        store=None if directory is None else "listens" if listens(directory.store_endpoint) else "does not listen",
+        store=_store_state(directory) if directory else None,
         nodes=[_live_node(node, newest) for node in status.nodes],
         ready={"groups": status.ready_groups, "bytes": status.ready_bytes, "reserved_bytes": status.reserved_bytes},
         ledger=ledger,
@@ -191,6 +195,10 @@ def live_state(status: Status, run: str, endpoint: str, directory: RunDirectory 
         waiting=status.waiting,
         **_last_step(records, status.bound),
     )
+
+
+def _store_state(directory: RunDirectory) -> str:
+    return "listens" if listens(reachable(directory.store_endpoint)) else "does not listen"
 
 
 def _live_node(node: NodeStatus, newest: int | None) -> NodeState:

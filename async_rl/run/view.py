@@ -11,8 +11,10 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import Snapshot
 from async_rl.run.metrics import MetricsTail, Record, evals_of, steps_of
+from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client
 from async_rl.wire.messages import Status, StatusRequest
+from async_rl.wire.security import reachable
 
 STATUS_EVERY = 1.0
 STATUS_TIMEOUT = 5.0
@@ -30,8 +32,10 @@ def fetch_status(client: Client, timeout: float = STATUS_TIMEOUT) -> Status:
 
 
 def status_client(directory: RunDirectory, name: str) -> Client:
+    keys = dial_keys(directory.keys, "tool") if directory.keys is not None else None
+    endpoint = reachable(directory.endpoint)
     return Client(
-        directory.endpoint, run=directory.run_id, token=directory.token, role="tool", name=name, peer="buffer"
+        endpoint, run=directory.run_id, token=directory.token, role="tool", name=name, peer="buffer", keys=keys
     )
 
 
@@ -63,7 +67,10 @@ class StatusFeed:
 
     def _follow(self) -> None:
         while not self._stopping.wait(STATUS_EVERY / 2):
-            client = status_client(self._directory, self._name)
+            try:
+                client = status_client(self._directory, self._name)
+            except AsyncRLError:
+                continue
             try:
                 client.connect(STATUS_TIMEOUT)
                 while not self._stopping.is_set():

@@ -51,6 +51,7 @@ from async_rl.wire.frames import (
     set_common_options,
     silence_s,
 )
+from async_rl.wire.keys import DialKeys, hint
 from async_rl.wire.messages import COALESCE_BYTES, Envelope, Message, Role
 from async_rl.wire.security import check_endpoint
 from async_rl.wire.session import Session, Verdict
@@ -81,8 +82,9 @@ class Client:
         window_bytes: int = 8 << 20,
         inbox: queue.SimpleQueue[Any] | None = None,
         lost_after_s: float = 30.0,
+        keys: DialKeys | None = None,
     ) -> None:
-        check_endpoint(endpoint)
+        check_endpoint(endpoint, encrypted=keys is not None)
         self.endpoint = endpoint
         self.name = name
         self.peer = peer
@@ -93,6 +95,7 @@ class Client:
         self.sessions = 0
         """Sessions so far: it rises when the server is a new one that knows nothing of what was said before."""
         self._token = token
+        self._keys = keys
         self._role: Role = role
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s(heartbeat_s, heartbeat_s)
@@ -117,6 +120,10 @@ class Client:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         set_common_options(self._socket, endpoint)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         # Not zmq.IMMEDIATE: with it libzmq drops, together with a closed connection, what arrived on it and was not
         # read yet, and that may be the server's goodbye (5 of 60 closes).
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
@@ -129,7 +136,8 @@ class Client:
     # --- what callers do ---------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> None:
-        """Wait for the server's welcome. Raises LinkRefused, or LinkTimeout (it goes on trying: call again)."""
+        """Wait for the server's welcome. Raises LinkRefused, or LinkTimeout (it goes on trying: call again;
+        but where our key is refused libzmq dials no more)."""
         if not self._thread.is_alive() and self._failure is None:
             self._heard = time.monotonic()
             self._thread.start()
@@ -138,7 +146,7 @@ class Client:
                 strange = f" ({self.bad_frames} answers were not async-rl's)" if self.bad_frames else ""
                 raise LinkTimeout(
                     f"{self.name} waited {timeout_s:g} s for a welcome from {self.peer} at {self.endpoint}, there was "
-                    f"none{strange}: is it running, and is this its endpoint?"
+                    f"none{strange}: is it running, and is this its endpoint? {hint(self._keys, self._role)}"
                 )
 
     def send(self, message: Message, blobs: Sequence[bytes | memoryview] = (), timeout_s: float = 30.0) -> None:

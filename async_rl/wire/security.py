@@ -1,7 +1,7 @@
 """Who may talk to a run: its token, and the addresses that are safe without encryption.
 
-Until CURVE keys are offered, a link stays on this machine: ipc in a directory that only its owner can enter, or tcp
-on loopback, where the token keeps out the machine's other users.
+Without CURVE keys (keys.py, door.py) a link stays on this machine: ipc in a directory that only its owner can enter, or
+tcp on loopback, where the token keeps out the machine's other users.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from async_rl.errors import AsyncRLError
 
 TOKEN_BYTES = 32
+WILDCARDS = ("*", "0.0.0.0", "[::]")  # "every address of this machine"
 SOCKET_PATH_LIMIT = 107  # sun_path of a unix socket is 108 bytes with its closing zero
 SOCKET_NAME_ROOM = 24  # left for the name of a socket within a directory
 
@@ -54,8 +55,8 @@ def read_token(path: Path) -> str:
     return token
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Allow ipc, and tcp on loopback; raises AsyncRLError for every other address."""
+def check_endpoint(endpoint: str, encrypted: bool = False) -> None:
+    """Allow ipc, and tcp on loopback, or anywhere when it is `encrypted`. Raises AsyncRLError for any other address."""
     scheme, separator, address = endpoint.partition("://")
     if scheme == "ipc" and separator and address:
         if len(os.fsencode(address)) > SOCKET_PATH_LIMIT:
@@ -69,11 +70,30 @@ def check_endpoint(endpoint: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)):
         raise AsyncRLError(f"{endpoint!r} has no port: use tcp://{address}:PORT, or :* for any free one")
-    if not _is_loopback(host):
+    if not encrypted and not _is_loopback(host):
         raise AsyncRLError(
-            f"{endpoint}: {host} can be reached from other machines, which needs CURVE keys (`async-rl keys`), and "
-            "those are not offered yet: use tcp on 127.0.0.1, or ipc"
+            f"{endpoint}: {host} can be reached from other machines, which needs CURVE keys: make them with `async-rl "
+            "keys DIR` and set buffer.keys to DIR (SECURITY.md says which file goes where); or use tcp on 127.0.0.1, "
+            "or ipc"
         )
+
+
+def reachable(endpoint: str) -> str:
+    """Where a service that listens at `endpoint` is dialled on its own machine: a wildcard is no address to dial."""
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or host not in WILDCARDS:
+        return endpoint
+    return f"tcp://{'[::1]' if host.startswith('[') else '127.0.0.1'}:{port}"
+
+
+def where_to_dial(configured: str, listening: str) -> str:
+    """A pool dials what its own config names when that is an address of another machine (which may be known here under
+    another name than there), else where the service says that it listens."""
+    scheme, _, address = configured.partition("://")
+    host, _, port = address.rpartition(":")
+    named = scheme == "tcp" and port != "*" and host not in WILDCARDS and not _is_loopback(host)
+    return configured if named else reachable(listening)
 
 
 def _is_loopback(host: str) -> bool:

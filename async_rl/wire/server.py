@@ -10,7 +10,6 @@ counter and at most one short reply.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import socket as unix
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from async_rl.wire.door import Door, key_of, shown
 from async_rl.wire.frames import (
     NOBLOCK,
     NOBLOCK_MORE,
@@ -50,6 +50,7 @@ from async_rl.wire.frames import (
     set_common_options,
     silence_s,
 )
+from async_rl.wire.keys import ServiceKeys
 from async_rl.wire.messages import SCHEMA, Envelope, Message
 from async_rl.wire.security import check_endpoint
 from async_rl.wire.session import Report, Session, Verdict
@@ -57,7 +58,6 @@ from async_rl.wire.session import Report, Session, Verdict
 BURST_MESSAGES = 64  # per poll (or two a peer): larger bursts were slower, their memory is fresh each time
 KEEP_LOST_HEARTBEATS = 60  # how long a lost peer's session waits for it to resume
 REMEMBERED_REFUSALS = 1024  # disconnected clients that still get to read why
-MAX_NAME = 200
 BLOCKED_RETRY_S = 0.002  # a ROUTER cannot wait for room towards one peer
 NOTHING = Report(0, 0)
 
@@ -70,6 +70,7 @@ class _Peer:
     __slots__ = (
         "epoch",
         "heard",
+        "key",
         "lost",
         "name",
         "own_epoch",
@@ -81,8 +82,9 @@ class _Peer:
         "silence_s",
     )
 
-    def __init__(self, hello: Hello, epoch: int, own_epoch: int, window: int, now: float) -> None:
+    def __init__(self, hello: Hello, key: str, epoch: int, own_epoch: int, window: int, now: float) -> None:
         self.name = hello.name
+        self.key = key
         self.role: str = hello.role
         self.epoch = epoch
         self.own_epoch = own_epoch
@@ -96,7 +98,8 @@ class _Peer:
 
 
 class Server:
-    """Bind and serve. Raises LinkError when the endpoint is taken, AsyncRLError when it is not allowed."""
+    """Bind and serve; with `keys` only whom they list. Raises LinkError when the endpoint is taken, AsyncRLError when
+    it is not allowed."""
 
     def __init__(
         self,
@@ -107,14 +110,14 @@ class Server:
         name: str,
         heartbeat_s: float = 1.0,
         window_bytes: int = 8 << 20,
+        keys: ServiceKeys | None = None,
     ) -> None:
-        check_endpoint(endpoint)
+        check_endpoint(endpoint, encrypted=keys is not None)
         self.run = run
         self.name = name
         self.counters: Counter[str] = Counter()
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._token = token.encode()
         self._heartbeat_s = heartbeat_s
         self._window = window_bytes
         self._last_epoch = 0
@@ -130,9 +133,11 @@ class Server:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         set_common_options(self._socket, endpoint)
+        self._door = Door(self._context, self._socket, self.counters, run=run, token=token, keys=keys)
         try:
             self._endpoint = _bind(self._socket, endpoint)
         except LinkError:
+            self._door.close()
             self._socket.close()
             self._context.term()
             raise
@@ -204,6 +209,7 @@ class Server:
             return
         for peer in list(self._peers.values()):
             self._send_link(peer, Bye(f"{self.name} is closing"), time.monotonic())
+        self._door.close()
         self._socket.close(linger=int(linger_s * 1000))
         self._context.term()
         if self._endpoint.startswith("ipc://"):
@@ -234,7 +240,7 @@ class Server:
             elif envelope.seq:
                 self._on_stranger(route, envelope)
             else:
-                self._on_link(route, peer, envelope, now)
+                self._on_link(route, peer, envelope, key_of(head), now)
         except BadFrame as bad:
             self.counters[bad.kind] += 1
             if peer is not None:
@@ -259,20 +265,20 @@ class Server:
         self.counters["unknown_peer"] += 1
         self._answer(route, Unknown(envelope.epoch, forgotten=False))
 
-    def _on_link(self, route: bytes, peer: _Peer | None, envelope: Envelope, now: float) -> None:
+    def _on_link(self, route: bytes, peer: _Peer | None, envelope: Envelope, key: str, now: float) -> None:
         if envelope.schema != SCHEMA and peer is None:
             self.counters["wrong_schema"] += 1
             self._answer(
                 route,
                 Refused(
-                    f"{self.name} at {self.endpoint} speaks wire schema {SCHEMA}, {envelope.sender!r} speaks "
+                    f"{self.name} at {self.endpoint} speaks wire schema {SCHEMA}, {shown(envelope.sender)} speaks "
                     f"{envelope.schema}: install the same version of async-rl on both machines"
                 ),
             )
             return
         message = read_link_message(envelope)
         if isinstance(message, Hello):
-            self._on_hello(route, envelope, message, now)
+            self._on_hello(route, envelope, message, key, now)
         elif peer is None or envelope.epoch != peer.epoch:
             self._on_stranger(route, envelope)
         elif isinstance(message, Bye):
@@ -283,8 +289,9 @@ class Server:
         else:
             raise BadFrame("out_of_place")
 
-    def _on_hello(self, route: bytes, envelope: Envelope, hello: Hello, now: float) -> None:
-        refusal = self._refusal(envelope, hello)
+    def _on_hello(self, route: bytes, envelope: Envelope, hello: Hello, key: str, now: float) -> None:
+        server = f"{self.name} at {self.endpoint}"
+        refusal = self._door.refusal(server, envelope, hello, key) or self._refusal(envelope, hello, key)
         if refusal is not None:
             kind, reason = refusal
             self.counters[kind] += 1
@@ -300,7 +307,7 @@ class Server:
             return
         if peer is None:
             self._last_epoch = max(self._last_epoch + 1, time.time_ns())
-            peer = _Peer(hello, envelope.epoch, self._last_epoch, self._window, now)
+            peer = _Peer(hello, key, envelope.epoch, self._last_epoch, self._window, now)
             self._peers[hello.name] = peer
             self._events.append(PeerJoined(peer.name, peer.role))
         self._bind_route(peer, route)
@@ -310,24 +317,15 @@ class Server:
         peer.session.rewind(after=hello.received)
         self._send_link(peer, Welcome(peer.epoch, peer.session.received, self._heartbeat_s), now)
 
-    def _refusal(self, envelope: Envelope, hello: Hello) -> tuple[str, str] | None:
-        """Why this Hello is not welcome: the counter's name, and the sentence its sender will read."""
-        if envelope.run != self.run:
-            return "wrong_run", (
-                f"{self.name} at {self.endpoint} serves run {self.run!r}, {hello.name!r} belongs to run "
-                f"{envelope.run!r}: use the endpoint of its own run"
-            )
-        if not hmac.compare_digest(hello.token.encode(), self._token):
-            return "wrong_token", (
-                f"{self.name} at {self.endpoint} does not accept the token of {hello.name!r}: both must read the token "
-                "file of the same run"
-            )
-        if not 0 < len(hello.name) <= MAX_NAME:
-            return "wrong_name", f"a client's name has 1 to {MAX_NAME} characters, this one has {len(hello.name)}"
+    def _refusal(self, envelope: Envelope, hello: Hello, key: str) -> tuple[str, str] | None:
+        """As Door.refusal, for what depends on who is here."""
         reason = self._refusals.get((hello.name, envelope.epoch))
         if reason is not None:
             return "refused_before", reason
         peer = self._peers.get(hello.name)
+        if peer is not None and (peer.role, peer.key) != (hello.role, key):
+            # Else whoever may come in as a node could take the trainer's place, or that of a node with another key.
+            return "name_taken", f"{hello.name!r} is the name of another client of {self.name}: choose another"
         if peer is not None and peer.epoch > envelope.epoch:
             return "name_taken", f"another client named {hello.name!r}, started later, is connected to {self.name}"
         return None
@@ -398,6 +396,7 @@ class Server:
         self._send_reports(now)
         # Silence is judged right after a burst was read, so a busy caller does not make its peers look lost.
         if now >= self._next_sweep:
+            self._door.count_failures()
             self._next_sweep = now + self._heartbeat_s / 4
             for peer in list(self._peers.values()):
                 self._sweep_peer(peer, now)
