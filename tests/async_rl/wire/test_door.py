@@ -91,7 +91,7 @@ def talks(client: Client) -> bool:
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*", "ipc"])
 def test_each_role_comes_in_with_its_own_key(house: Any, keys: Path, tmp_path: Path, endpoint: str) -> None:
     made = house(keys, f"ipc://{tmp_path / 's'}" if endpoint == "ipc" else endpoint)
-    assert all([talks(made.client(role, role, dial_keys(keys, role))) for role in ("node", "trainer", "tool")])
+    assert all(talks(made.client(role, role, dial_keys(keys, role))) for role in ("node", "trainer", "tool"))
 
 
 def test_a_key_of_another_role_is_refused_at_once_and_counted(house: Any, keys: Path) -> None:
