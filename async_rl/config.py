@@ -116,6 +116,9 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     nodes: PositiveInt = 1
     slots: PositiveInt = 64
     in_flight: Literal["finish", "continue", "recompute"] = "finish"
+    handover: Literal["continue", "discard"] = "continue"
+    """What becomes of samples that a node has begun when it leaves: another goes on from their tokens, or they are
+    sampled anew."""
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 64
     max_context: PositiveInt = 512

@@ -15,7 +15,7 @@ import queue
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_rl.fingerprint import fingerprint
@@ -25,12 +25,13 @@ from async_rl.run.killpoints import reached
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.tasks.registry import load_task
-from async_rl.trajectory import Trajectory, encode_trajectory
+from async_rl.trajectory import Trajectory, decode_trajectory, encode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, Received
 from async_rl.wire.messages import (
     COALESCE_BYTES,
     Cancel,
+    Drain,
     Introduce,
     Lease,
     Leases,
@@ -40,8 +41,10 @@ from async_rl.wire.messages import (
     NodeWants,
     Results,
     Stop,
+    TakeOver,
 )
-from async_rl.wire.payloads import pack_payloads
+from async_rl.wire.payloads import pack_payloads, unpack_payloads
+from inference.departure import SETTLE_S, Departure
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
 from inference.gauges import NodeGauges
@@ -76,6 +79,8 @@ class Node:
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start
         )
+        self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
+        self._grace_s = context.config.launch.grace
         # A few more samples than slots are asked for, so that a freed slot need not wait for a lease to arrive.
         self._samples_ahead = config.slots + max(context.config.buffer.group_size, config.slots // 4)
         self._wanted = 0
@@ -97,7 +102,7 @@ class Node:
     def work(self) -> None:
         self._sessions = self._buffer.sessions
         self._introduce()
-        while self._over is None and not self._stopping.is_set():
+        while self._over is None:
             self._watchdog.beat("decodes" if self._can_step else "waits for leases from the buffer")
             self._read_inbox(self._patience)
             if self._buffer.sessions > self._sessions:
@@ -113,8 +118,22 @@ class Node:
             self._send_results()
             self._send_wants()
             self._exporter.offer(time.monotonic(), self._reading)
+            if self._stopping.is_set():
+                self._departure.begin(time.monotonic(), self._grace_s, "it was told to stop")
+            if self._departure.is_due(time.monotonic()):
+                self._leave()
+                break
+        log.info("sampled %d tokens in %d decode steps", self._sampled_tokens, self._decode_steps)
         if self._over is not None and self._over.error:
             log.info("the run ended: %s", self._over.error)
+
+    def _leave(self) -> None:
+        """Hand over what is unfinished, and see it arrive: then nobody waits for this node."""
+        self._sampled_tokens += self._departure.leave()
+        try:
+            self._buffer.flush(SETTLE_S)
+        except LinkError as lost:
+            log.warning("what is left of this node's leases may be lost: %s", lost)
 
     @property
     def _can_step(self) -> bool:
@@ -159,6 +178,11 @@ class Node:
                 for lease in leases:
                     self._on_lease(lease)
                 reached("node.after-lease")
+            case Received(message=TakeOver()):
+                self._on_take_over(item)
+            case Received(message=Drain(_, grace_s)):
+                grace_s = self._grace_s if grace_s is None else grace_s
+                self._departure.begin(time.monotonic(), grace_s, "async-rl drain")
             case Received(message=Cancel(leases, reason)):
                 log.info("%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
@@ -185,10 +209,31 @@ class Node:
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def _on_lease(self, lease: Lease) -> None:
+        if self._departure.began:
+            self._departure.refuse(lease)
+        else:
+            self._start(lease, lambda: self._book.open(lease))
+
+    def _on_take_over(self, received: Received) -> None:
+        """Go on with what another node began; if this one leaves too by now, whoever is next does."""
+        message: TakeOver = received.message
+        payloads = unpack_payloads(message.prefixes, received.blobs)
+        if self._departure.began:
+            self._departure.pass_on([bytes(payload) for payload in payloads])
+            return
+        log.debug("goes on with %d samples of lease %d", len(payloads), message.lease.lease)
+        self._start(
+            message.lease, lambda: self._book.take_over(message.lease, [decode_trajectory(each) for each in payloads])
+        )
+
+    def _start(self, lease: Lease, open_lease: Callable[[], Sequence[Request | ToScore]]) -> None:
         try:
             self._check_version(lease)
-            for request in self._book.open(lease):
-                self._serving.submit(request)
+            for work in open_lease():
+                if isinstance(work, ToScore):
+                    self._scorer.submit(*work)
+                else:
+                    self._serving.submit(work)
         except Exception as error:
             # A task may fail in any way, and a prompt may not fit: the buffer counts it and tries again.
             log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
@@ -210,6 +255,8 @@ class Node:
         for lease_id in self._book.leases():
             self._on_cancel(lease_id)
         self._outbox.clear()
+        if self._departure.began:
+            return
         self._book.closed_training_samples = self._wanted = 0
         self._buffer.send(self._ready)
         if self._flipped is not None:
@@ -224,7 +271,7 @@ class Node:
         self._serving.forget(key)
 
     def _on_completion(self, completion: Completion) -> None:
-        self._sampled_tokens += len(completion.tokens)
+        self._sampled_tokens += len(completion.tokens) - completion.resumed
         outcome = self._book.sampled(completion)
         if isinstance(outcome, ToScore):
             self._scorer.submit(*outcome)

@@ -6,16 +6,26 @@ holds what is open in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from async_rl.tasks.rendering import decode, render
 from async_rl.tasks.task import Task, instance_of
-from async_rl.trajectory import MaskReason, Segment, Timings, Trajectory, pack_segments
+from async_rl.trajectory import (
+    MaskReason,
+    Segment,
+    Timings,
+    Trajectory,
+    TrajectoryError,
+    check_trajectory,
+    pack_segments,
+    segment_arrays,
+)
+from async_rl.version import PolicyId
 from async_rl.wire.messages import Lease
-from inference.engine import Completion, Request
+from inference.engine import Completion, Prefix, Request
 
 EMPTY = memoryview(b"")
 NOTE_CHARACTERS = 200  # of an error: a note must fit into what was reserved for an attempt
@@ -58,6 +68,43 @@ class RolloutBook:
             for sample, seed in zip(lease.samples, lease.seeds, strict=True)
         ]
 
+    def take_over(self, lease: Lease, prefixes: Sequence[Trajectory]) -> list[Request | ToScore]:
+        """Samples that another node began, in the order of the lease: a request that goes on after what it sampled, or
+        what is to be scored when that was all. Raises TrajectoryError for a prefix that contradicts itself or is of
+        another attempt."""
+        begun = [self._completion_of(lease, trajectory) for trajectory in prefixes]
+        if [completion.key[1] for completion, _ in begun] != list(lease.samples):
+            raise TrajectoryError(f"lease {lease.lease} is handed over for {lease.samples}, with prefixes of others")
+        self._open[lease.lease] = Open(lease, begun[0][1])
+        self._left[lease.lease] = set(lease.samples)
+        work: list[Request | ToScore] = []
+        for (completion, prompt), seed in zip(begun, lease.seeds, strict=True):
+            if completion.finish == "abort":
+                last = completion.versions[-1]
+                prefix = Prefix(
+                    completion.tokens, completion.logprobs, completion.versions, completion.queued_s,
+                    completion.sampling_s, PolicyId("main", last.version, last.digest),
+                )  # fmt: skip
+                work.append(Request(completion.key, prompt, lease.sampling, seed, None, prefix))
+            else:
+                self._sampled[completion.key] = completion
+                work.append(self._to_score(completion))
+        return work
+
+    def _completion_of(self, lease: Lease, trajectory: Trajectory) -> tuple[Completion, np.ndarray[Any, Any]]:
+        """What `handed_over` made a trajectory of, and the prompt."""
+        check_trajectory(trajectory)
+        if trajectory.lease != lease.lease or len(trajectory.segments) != 1:
+            raise TrajectoryError(f"attempt {trajectory.attempt} is no prefix of lease {lease.lease}")
+        (arrays,), header, timings = segment_arrays(trajectory), trajectory.segments[0], trajectory.timings
+        sampled = arrays.mask == MaskReason.SAMPLED
+        tokens = arrays.tokens[sampled]
+        completion = Completion(
+            (lease.lease, trajectory.sample), tokens, arrays.logprobs[sampled], header.versions, header.finish,
+            timings.queued_s, timings.sampling_s, len(tokens),
+        )  # fmt: skip
+        return completion, arrays.tokens[~sampled]
+
     def leases(self) -> list[int]:
         """Every lease that is open here."""
         return list(self._open)
@@ -70,7 +117,10 @@ class RolloutBook:
         if completion.finish == "abort":
             return self._failed(completion.key, "aborted", "the engine aborted it")
         self._sampled[completion.key] = completion
-        of = self._open[lease].lease
+        return self._to_score(completion)
+
+    def _to_score(self, completion: Completion) -> ToScore:
+        of = self._open[completion.key[0]].lease
         return ToScore(completion.key, of.split, of.instance, decode(completion.tokens, self._tokenizer))
 
     def scored(
@@ -124,6 +174,34 @@ class RolloutBook:
         for key in keys:
             self._sampled.pop(key, None)
         return iter(keys)
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def owed(self) -> list[tuple[int, int]]:
+        """Every sample that is not delivered yet."""
+        return [(lease, sample) for lease, samples in self._left.items() for sample in sorted(samples)]
+
+    def being_scored(self, key: tuple[int, int]) -> Completion | None:
+        return self._sampled.get(key)
+
+    def is_evaluation(self, key: tuple[int, int]) -> bool:
+        return self._open[key[0]].lease.split == "eval"
+
+    def handed_over(self, so_far: Completion) -> Trajectory:
+        """What was sampled of an attempt that goes on elsewhere; this node owes it no longer."""
+        headers, arrays = pack_segments([self._segment(so_far)])
+        timings = Timings(so_far.queued_s, so_far.sampling_s)
+        self.forget(so_far.key)
+        return Trajectory(
+            *so_far.key, "aborted", 0.0, headers, arrays, node=self._node, engine=self._engine, timings=timings
+        )
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """A sample that is given back: nothing will come of it here."""
+        self._sampled.pop(key, None)
+        self._close(key)
+
+    # --- trajectories ------------------------------------------------------------------------------------------------
 
     def _segment(self, completion: Completion) -> Segment:
         prompt = self._open[completion.key[0]].prompt

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from async_rl.errors import AsyncRLError
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
-from inference.engine import Engine, InFlight, Installed, Request
+from inference.engine import Engine, InFlight, Installed, Prefix, Request
 from inference.policies import PolicyFetched
 
 log = logging.getLogger("serving")
@@ -72,8 +72,10 @@ class Serving:
         self._give_up(policy, error)
 
     def submit(self, request: Request) -> None:
-        """Start a request now, or when its pinned policy has come. Raises EngineError."""
-        policy = request.policy
+        """Start a request now, or when its policy has come. Raises EngineError."""
+        if request.prefix is not None and self._in_flight != "finish":
+            request = request._replace(prefix=request.prefix._replace(policy=None))
+        policy = self._wanted(request)
         if policy is None or policy in self._engine.resident:
             self._engine.submit(request)
             return
@@ -82,6 +84,26 @@ class Serving:
             if all(entry.fetched.policy != policy for entry in self._incoming):
                 self._ask(policy)
         self._waiting[policy].append(request)
+
+    def _wanted(self, request: Request) -> PolicyId | None:
+        """The policy without which it should not start: the one that it is pinned to; else the one that sampled its
+        prefix (under `finish`), if that can be had without waiting for a slot."""
+        if request.policy is not None or request.prefix is None:
+            return request.policy
+        has_room = len(self._engine.resident) < self._engine.capabilities.resident_versions or self._idle()
+        return request.prefix.policy if has_room or request.prefix.policy in self._waiting else None
+
+    def waiting(self) -> list[Request]:
+        """Requests that have not begun, here or in the engine."""
+        return [*self._engine.waiting(), *(request for requests in self._waiting.values() for request in requests)]
+
+    def take_out(self, key: tuple[int, int]) -> Prefix | None:
+        """As Engine.take_out, of a request that may not have come as far as the engine."""
+        for request in [request for requests in self._waiting.values() for request in requests]:
+            if request.key == key:
+                self.forget(key)
+                return request.prefix and request.prefix._replace(resumed=len(request.prefix.tokens))
+        return self._engine.take_out(key)
 
     def forget(self, key: tuple[int, int]) -> None:
         """A cancelled request need not wait any longer."""
@@ -94,7 +116,12 @@ class Serving:
         for entry in list(self._incoming):
             fetched = entry.fetched
             if not self._make_room(fetched, now - entry.waiting_since):
-                break
+                if not self._only_resumed(fetched):
+                    break
+                self._incoming.remove(entry)
+                fetched.path.unlink(missing_ok=True)
+                self._give_up(fetched.policy, "there is no slot for its policy")
+                continue
             self._incoming.remove(entry)
             installed = self._install(fetched)
             if installed is None:
@@ -110,14 +137,26 @@ class Serving:
 
     def _start_waiting(self, policy: PolicyId) -> None:
         for request in self._waiting.pop(policy, []):
-            try:
-                self._engine.submit(request)
-            except AsyncRLError as error:
-                self._unstarted(request, str(error))
+            self._start(request)
 
     def _give_up(self, policy: PolicyId, error: str) -> None:
+        """Pinned requests cannot run; those that only prefer this policy go on under the serving one."""
         for request in self._waiting.pop(policy, []):
-            self._unstarted(request, error)
+            if request.policy is not None:
+                self._unstarted(request, error)
+            else:
+                log.info("request %d/%d goes on under another policy: %s", *request.key, error)
+                self._start(request)
+
+    def _start(self, request: Request) -> None:
+        try:
+            self._engine.submit(request)
+        except AsyncRLError as error:
+            self._unstarted(request, str(error))
+
+    def _only_resumed(self, fetched: PolicyFetched) -> bool:
+        """Whether the policy was asked for by none but requests that can do without it."""
+        return not fetched.order and all(request.policy is None for request in self._waiting.get(fetched.policy, ()))
 
     def _install(self, fetched: PolicyFetched) -> Installed | None:
         try:
@@ -133,13 +172,19 @@ class Serving:
         resident = self._engine.resident
         if fetched.policy in resident or len(resident) < self._engine.capabilities.resident_versions:
             return True
-        idle = [policy for policy, users in resident.items() if users == 0 and policy != self._engine.serving]
+        idle = self._idle()
         if not idle and waited_s >= self._flip_timeout_s:
             idle = self._recompute_oldest()
         if not idle:
             return False
         self._engine.evict(min(idle, key=lambda policy: policy.version))
         return True
+
+    def _idle(self) -> list[PolicyId]:
+        """Policies that can be evicted."""
+        return [
+            policy for policy, users in self._engine.resident.items() if users == 0 and policy != self._engine.serving
+        ]
 
     def _recompute_oldest(self) -> list[PolicyId]:
         for policy in sorted(self._engine.resident, key=lambda policy: policy.version):
