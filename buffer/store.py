@@ -33,6 +33,7 @@ log = logging.getLogger("store")
 
 POLL_S = 0.1
 PARTING_S = 5.0
+HASH_TIMEOUT_S = 600.0  # it waits for nobody, and takes half a second a gigabyte
 
 
 class StoredPolicy(NamedTuple):
@@ -138,7 +139,7 @@ class PolicyFiles:
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
-            return digest.result()
+            return digest.result(HASH_TIMEOUT_S)
 
     def _sweep(self) -> None:
         """Nobody is served what has expired; the file of one such policy stays for the next to be written over."""

@@ -187,7 +187,7 @@ class PushHouse:
             for sender in senders:
                 sender.start()
             for sender in senders:
-                sender.join()
+                sender.join(PATIENCE_S)
         return self._taken(started, started, len(connections))
 
     @contextmanager

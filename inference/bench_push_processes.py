@@ -82,7 +82,7 @@ class Receivers:
             process.join(END_S)
             if process.is_alive():
                 process.kill()
-                process.join()
+                process.join(END_S)
         for pipe in self._pipes:
             pipe.close()
 
@@ -152,7 +152,7 @@ def end_process(process: subprocess.Popen[Any]) -> None:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.wait(END_S)
 
 
 def cpu_seconds(pid: int) -> float:

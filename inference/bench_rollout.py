@@ -44,6 +44,7 @@ from inference.compiled_step import CompileMode
 from inference.engine import Request
 from inference.torch_engine import TorchEngine
 
+MAKE_TIMEOUT_S = 1800.0
 METRICS = [
     Metric("tokens_per_cpu_s", "useful tokens a CPU-second", "higher"),
     Metric("tokens_per_s", "useful tokens a second", "higher"),
@@ -183,7 +184,7 @@ def made_model(config: Config, name: str) -> Path:
     path = model_path(config)
     if not is_made(path):
         command = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", name]
-        if subprocess.run(command).returncode:
+        if subprocess.run(command, timeout=MAKE_TIMEOUT_S).returncode:
             raise AsyncRLError(f"there is no model at {path}, and it could not be made: see above")
     return path
 

@@ -30,6 +30,7 @@ from inference.dense_decoder import DenseShape, DenseWeights
 
 EXAMPLE_ROWS, EXAMPLE_SEEN = 7, 5  # two different numbers, so that the exporter does not take one for the other
 BUILD_TIMEOUT_S = 900.0
+REAP_S = 10.0  # a killed process is gone at once, unless its disk does not answer
 NICENESS = 10  # what is compiled is wanted later; who samples and trains is wanted now
 
 
@@ -159,7 +160,8 @@ class Build:
 
     def stop(self) -> None:
         self._child.kill()
-        self._child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(REAP_S)
         self._said.close()
 
 

@@ -203,6 +203,8 @@ class Node:
             case LinkError():
                 if self._over is None:  # after the end a closed link is no news
                     raise item
+            case Exception():  # the end of a thread that this node cannot do without
+                raise item
             case _:
                 log.warning("unexpected: %r", item)
 

@@ -44,7 +44,7 @@ class PolicyFetchFailed(NamedTuple):
 
 
 class PolicyPuller:
-    """`inbox` receives PolicyFetched and PolicyFetchFailed, and the LinkError that ended the thread, if one did."""
+    """`inbox` receives PolicyFetched and PolicyFetchFailed, and the error that ended the thread, if one did."""
 
     def __init__(self, link: Client, folder: Path, inbox: queue.SimpleQueue[object]) -> None:
         self._link = link
@@ -76,8 +76,8 @@ class PolicyPuller:
                     self._fetched_order = news.order
                     self._fetch(news.policy, self._order_base + news.order)
                 elif not self._asked.empty():
-                    self._fetch(self._asked.get(), 0)
-        except LinkError as error:
+                    self._fetch(self._asked.get_nowait(), 0)
+        except Exception as error:  # whatever it is, the node must not go on with what it serves for ever
             if not self._closing.is_set():
                 self._inbox.put(error)
 
@@ -142,7 +142,7 @@ class PolicyPuller:
                 if data.nbytes != min(CHUNK_BYTES, size - received):
                     raise AsyncRLError(f"the store sent {data.nbytes} bytes of {policy.short()} at {received}")
                 if hashing is not None:
-                    hashing.result()  # so that no more than one chunk waits for it
+                    hashing.result(CHUNK_TIMEOUT_S)  # so that no more than one chunk waits for it
                 hashing = hasher.submit(digest.update, data)
                 file.write(data)
                 received += data.nbytes

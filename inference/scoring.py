@@ -40,6 +40,8 @@ START_TIMEOUT_S = 120.0  # importing a task's package takes seconds, on a busy m
 BATCH = 16  # jobs in a worker's pipe at once: more saves little, and all wait behind one that hangs
 MAX_FRAME_BYTES = 64 << 20
 READ_BYTES = 1 << 16
+IDLE_S = 60.0  # how long a thread without a job sleeps
+END_S = 5.0  # for the threads to end their workers
 REAP_S = 1.0  # between a dying process's closed pipes and its exit code lie microseconds
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CACHED_INSTANCES = 256  # the samples of a group ask for the same one
@@ -94,13 +96,14 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Scorer:
-    """Scores completions in `workers` processes and puts a `Scored` for each into `results`, in any order.
+    """Scores completions in `workers` processes and puts a `Scored` for each into `results`, in any order, and the
+    error that ended a thread of this class, should there be one.
 
     `task_table` is the [task] section; `timeout_s` bounds the scoring of one completion. `submit` and `close` may be
     called from any one thread. After `close` there is no process left, and what was not scored yet never will be."""
 
     def __init__(
-        self, task_table: Mapping[str, Any], timeout_s: float, results: queue.SimpleQueue[Scored], workers: int = 1
+        self, task_table: Mapping[str, Any], timeout_s: float, results: queue.SimpleQueue[Any], workers: int = 1
     ) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._keys: dict[int, Any] = {}
@@ -134,7 +137,7 @@ class Scorer:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(END_S)
         self._threads = []
         os.close(self._closing_read)
         os.close(self._closing_write)
@@ -146,6 +149,8 @@ class Scorer:
         worker: Worker | None = None
         try:
             while self._fill(waiting):
+                if not waiting:
+                    continue
                 try:
                     if worker is None:
                         worker = Worker(self._closing_read)
@@ -160,15 +165,17 @@ class Scorer:
                     self._deliver(Verdict(culprit.number, 0.0, {}, failure.seconds, str(failure)))
         except Closed:
             pass
+        except Exception as error:  # whatever it is, nobody may be left waiting for this thread
+            self._results.put(error)
         finally:
             if worker is not None:
                 worker.kill()
 
     def _fill(self, waiting: deque[Job]) -> bool:
-        """Wait for a job if there is none, then take what is there, up to BATCH. False when closed."""
+        """Wait a while for a job if there is none, then take what is there, up to BATCH. False when closed."""
         try:
             while len(waiting) < BATCH:
-                job = self._jobs.get(block=not waiting)
+                job = self._jobs.get(timeout=IDLE_S) if not waiting else self._jobs.get_nowait()
                 if job is None:
                     return False
                 waiting.append(job)
@@ -294,7 +301,8 @@ class Worker:
         """End the worker and all in its session, and reap it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -13,6 +13,7 @@ Numbers only: no token, no text of a sample, nothing that a user of this machine
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -20,6 +21,7 @@ import math
 import os
 import socket
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +40,8 @@ READ_EVERY_S = 0.5  # how often a loop is asked for a reading
 REQUEST_TIMEOUT_S = 5.0  # for each read and write of a request, so that no connection holds a thread for long
 MAX_REQUESTS = 8  # at once; what comes on top is hung up on
 WAKE_S = 0.1  # how often the server looks whether it is to end
+LOCK_TIMEOUT_S = 5.0  # another process writes one small file meanwhile
+LOCK_LOOK_S = 0.01
 LISTENING_TIMEOUT_S = 0.5  # to find out whether anyone listens at a port of this machine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -248,11 +252,25 @@ def _announce(file: Path, target: str, labels: Mapping[str, str]) -> None:
 def _alone_in(folder: Path) -> Iterator[None]:
     """So that no process takes away the file that another one has just written anew."""
     descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    errno.ETIMEDOUT, f"another process has held it for {LOCK_TIMEOUT_S:g} s", str(folder)
+                )
+            time.sleep(LOCK_LOOK_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _targets(file: Path) -> list[str]:

@@ -273,7 +273,8 @@ class Pools:
         for process in self._processes.values():
             if process.returncode is None:
                 _kill_group(process.pid)
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):  # one that its disk holds cannot even be killed
+                    process.wait(self.grace)
         self._look()
 
     def _close(self) -> None:
