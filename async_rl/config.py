@@ -42,7 +42,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     steps: PositiveInt = 100
     eval_every: Count = 0
     """Evaluate at version 0, every this many versions, and at the end; 0 is never."""
-    eval_samples: PositiveInt = 512
+    eval_samples: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
     eval_temperature: Annotated[float, Meta(ge=0)] = 0.0
     eval_timeout: PositiveFloat = 300.0
     """Seconds; what is not done by then is cancelled and the result reported with its n."""

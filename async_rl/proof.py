@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 CANARY = "canary"  # the name, and in the store the kind, of the policy that is only for proof
 PROBE_SEQUENCES, PROBE_LENGTH = 16, 16  # 256 tokens: short sequences, since any model has so many positions
+MAX_PROBE_BYTES = 1 << 16
 LARGEST_BOUND = 0.5
 """In nats: an engine that declares a wider bound is held to this one."""
 CANARY_FLOOR = 2.0
@@ -30,11 +32,11 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
     SHA-256; `logprobs` are little-endian float32 at temperature 1, sequence after sequence; so are `base`, the model's
     without any adapter, which only the canary's proof from the trainer has."""
 
-    probe: str
-    modules: str
-    module_count: int
-    logprobs: bytes
-    base: bytes = b""
+    probe: Annotated[str, Meta(max_length=64)]
+    modules: Annotated[str, Meta(max_length=64)]
+    module_count: Annotated[int, Meta(ge=0)]
+    logprobs: Annotated[bytes, Meta(max_length=MAX_PROBE_BYTES)]
+    base: Annotated[bytes, Meta(max_length=MAX_PROBE_BYTES)] = b""
 
 
 class Mismatch(NamedTuple):

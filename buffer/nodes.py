@@ -178,7 +178,7 @@ class Nodes:
         return (node for node in self._nodes.values() if node.state == "ready")
 
     def views(self) -> tuple[NodeView, ...]:
-        return tuple(node.view() for node in self._nodes.values())
+        return tuple(node.view() for node in tuple(self._nodes.values()))  # a test looks from its own thread
 
     def _file(self, node: Node) -> None:
         """Into the queue of its version when it waits; a node that waits already keeps its place."""

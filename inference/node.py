@@ -42,6 +42,7 @@ from async_rl.wire.messages import (
     Results,
     Stop,
     TakeOver,
+    words,
 )
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from inference.departure import SETTLE_S, Departure
@@ -198,7 +199,7 @@ class Node:
             case PolicyFetchFailed(policy, error):
                 log.warning("policy %s did not come: %s", policy.short(), error)
                 self._gauges.failed()
-                self._buffer.send(NodeTrouble(policy, error))
+                self._buffer.send(NodeTrouble(policy, words(error)))
                 self._serving.fetch_failed(policy, error)
             case LinkError():
                 if self._over is None:  # after the end a closed link is no news
@@ -319,7 +320,7 @@ class Node:
             raise EngineError(f"the first policy {policy.short()} cannot be loaded: {error}")
         self._gauges.failed()
         log.error("policy %s: %s; %s goes on serving", policy.short(), error, self._engine.serving.short())
-        self._buffer.send(NodeTrouble(policy, error))
+        self._buffer.send(NodeTrouble(policy, words(error)))
 
     def _reading(self) -> Reading:
         return self._gauges.reading(

@@ -35,6 +35,7 @@ from async_rl.wire.messages import (
     StatusRequest,
     Stop,
     TrainerReady,
+    words,
 )
 from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
@@ -294,7 +295,7 @@ class Learner:
 
     def fail(self, error: Exception) -> None:
         """Best effort: let the others end with the cause instead of waiting for a trainer that is gone."""
-        finish = Finish("the trainer failed", f"trainer: {error}")
+        finish = Finish("the trainer failed", words(f"trainer: {error}"))
         self._tell(self._buffer, finish, SLICE_S)
         self._tell(self._store, finish, SLICE_S)
 

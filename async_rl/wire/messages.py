@@ -31,6 +31,17 @@ COALESCE_BYTES = 64 << 10  # small messages are joined up to about this size; la
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
 Outcome = Literal["trained", "stale", "refused"]
 
+# What a peer declares is checked while it is decoded, the lengths before their contents. So the most that a frame can
+# become here is some times its bytes.
+MAX_EVALUATED = 1 << 20  # instances of one evaluation
+MAX_WORDS = 4096
+Words = Annotated[str, Meta(max_length=MAX_WORDS)]  # for people; `words` shortens
+Label = Annotated[str, Meta(max_length=200)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # not NaN either
+Fingerprint = Annotated[dict[Label, Label], Meta(max_length=64)]
+Encoded = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=1 << 16)]
+
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """The head of every frame. `seq` counts a sender's messages within one session `epoch` from 1; 0 marks the
@@ -50,7 +61,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     body: msgspec.Raw
     blobs: int = 0
-    more: tuple[msgspec.Raw, ...] = ()
+    more: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=1 << 12)] = ()
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -63,9 +74,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """temperature 0 is greedy; log-probabilities are then those of temperature 1."""
 
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=1e6)]
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -89,9 +100,9 @@ class NodeReady(Message, frozen=True, array_like=True, tag=True):
     """First message of a node: what it runs. `fingerprint` maps a part of the set-up to its hash; `logprob_bound` is
     how far, in nats, its engine's log-probabilities may be from the trainer's."""
 
-    engine: str
-    slots: int
-    fingerprint: dict[str, str]
+    engine: Label
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)]
+    fingerprint: Fingerprint
     logprob_bound: float = 0.0
 
 
@@ -100,8 +111,8 @@ class NodeServing(Message, frozen=True, array_like=True, tag=True):
     does on the probe: scored after the flip and before the first token."""
 
     policy: PolicyId
-    matched_modules: int
-    load_ms: float
+    matched_modules: Count
+    load_ms: Seconds
     proof: Proof | None = None
 
 
@@ -117,7 +128,7 @@ class NodeTrouble(Message, frozen=True, array_like=True, tag=True):
     serving the old one."""
 
     policy: PolicyId
-    error: str
+    error: Words
     refused: bool = False
 
 
@@ -126,17 +137,17 @@ class NodeWants(Message, frozen=True, array_like=True, tag=True):
     grants under way. The rest are running totals for people, replaced by every later message: seconds in which it had
     work and since it began, tokens sampled, decode steps taken (tokens over steps: how full the batch was)."""
 
-    total_samples: int
-    busy_s: float = 0.0
-    alive_s: float = 0.0
-    sampled_tokens: int = 0
-    decode_steps: int = 0
+    total_samples: Count
+    busy_s: Seconds = 0.0
+    alive_s: Seconds = 0.0
+    sampled_tokens: Count = 0
+    decode_steps: Count = 0
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
     """Encoded trajectories, in any order, as wire/payloads.py splits them."""
 
-    trajectories: tuple[msgspec.Raw, ...]
+    trajectories: Encoded
 
 
 class Leases(Message, frozen=True, array_like=True, tag=True):
@@ -168,8 +179,8 @@ class Drain(Message, frozen=True, array_like=True, tag=True):
     """Leave: from a tool to the buffer, which tells the node. `grace_s` is how long it may take; None is the node's
     own launch.grace."""
 
-    node: str
-    grace_s: float | None = None
+    node: Label
+    grace_s: Seconds | None = None
 
 
 class DrainAnswer(Message, frozen=True, array_like=True, tag=True):
@@ -182,25 +193,25 @@ class DrainAnswer(Message, frozen=True, array_like=True, tag=True):
 class NodeDraining(Message, frozen=True, array_like=True, tag=True):
     """The node leaves, within `grace_s` seconds: no lease for it any more."""
 
-    grace_s: float
+    grace_s: Seconds
 
 
 class LeaseSamples(msgspec.Struct, frozen=True, array_like=True):
     lease: int
-    samples: tuple[int, ...]
+    samples: Annotated[tuple[int, ...], Meta(max_length=1 << 16)]
 
 
 class GiveBack(Message, frozen=True, array_like=True, tag=True):
     """Samples that the node has not begun, or does not hand over: they are leased again."""
 
-    leases: tuple[LeaseSamples, ...]
+    leases: Annotated[tuple[LeaseSamples, ...], Meta(max_length=1 << 16)]
 
 
 class HandOver(Message, frozen=True, array_like=True, tag=True):
     """All that the node still owes and has begun: prompt and tokens so far as encoded trajectories of status
     "aborted", in any order. A finish other than "abort" says that only the score is missing."""
 
-    prefixes: tuple[msgspec.Raw, ...]
+    prefixes: Encoded
 
 
 class TakeOver(Message, frozen=True, array_like=True, tag=True):
@@ -217,20 +228,20 @@ class Progress(msgspec.Struct, frozen=True):
     """What a checkpoint keeps of the buffer until there is a journal: tickets below `next_ticket` that are not in
     `open_tickets` are spent; `open_tickets` maps the others to their try. Undrawn tickets are leased again."""
 
-    next_ticket: int
-    open_tickets: dict[int, int]
-    confirmed_batches: int
-    next_lease: int
-    ledger: dict[str, int]
-    eval_ledger: dict[str, int]
+    next_ticket: Count
+    open_tickets: dict[Count, Count]
+    confirmed_batches: Count
+    next_lease: Count
+    ledger: dict[Label, Count]
+    eval_ledger: dict[Label, Count]
 
 
 class TrainerReady(Message, frozen=True, array_like=True, tag=True):
     """First message of the trainer; its fingerprint is the reference for every node, and its `pacing` must be the
     buffer's. `progress` resumes a run."""
 
-    fingerprint: dict[str, str]
-    pacing: dict[str, str]
+    fingerprint: Fingerprint
+    pacing: Fingerprint
     progress: Progress | None = None
 
 
@@ -296,7 +307,7 @@ class EvalRequest(Message, frozen=True, array_like=True, tag=True):
     trained on. What is not done after `timeout_s` is cancelled, counted, and the result reported with its n."""
 
     policy: PolicyId
-    n: Annotated[int, Meta(ge=1)]
+    n: Annotated[int, Meta(ge=1, le=MAX_EVALUATED)]
     sampling: SamplingParams
     timeout_s: Annotated[float, Meta(gt=0)]
 
@@ -312,8 +323,8 @@ class EvalResult(Message, frozen=True, array_like=True, tag=True):
 class Finish(Message, frozen=True, array_like=True, tag=True):
     """The trainer is done (or failed, with `error`): the buffer cancels what is open and stops the nodes."""
 
-    reason: str
-    error: str = ""
+    reason: Words
+    error: Words = ""
 
 
 class Final(Message, frozen=True, array_like=True, tag=True):
@@ -392,9 +403,9 @@ class Upload(Message, frozen=True, array_like=True, tag=True):
     `sha256` is of the file's bytes; the policy's own digest is over its tensors and is checked by the receivers."""
 
     policy: PolicyId
-    kind: str
-    size: int
-    sha256: str
+    kind: Label
+    size: Count
+    sha256: Label
 
 
 class Stored(Message, frozen=True, array_like=True, tag=True):
@@ -431,10 +442,10 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
     `size` and `sha256` are the whole file's."""
 
     policy: PolicyId
-    offset: int
-    size: int
-    sha256: str
-    error: str = ""
+    offset: Count
+    size: Count
+    sha256: Label
+    error: Words = ""
 
 
 AnyMessage = (
@@ -446,6 +457,11 @@ AnyMessage = (
 
 _encoder = msgspec.msgpack.Encoder()
 _body_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def words(text: str) -> str:
+    """As much of a text for people as a message may carry."""
+    return text if len(text) <= MAX_WORDS else text[: MAX_WORDS - 1] + "…"
 
 
 def encode_body(message: Message) -> bytes:
