@@ -19,10 +19,11 @@ from async_rl.config import Config, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
 from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, dry_run_table, with_keys
 from async_rl.run.directory import LATEST, RUNS, RunDirectory
+from async_rl.run.drain import drain
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
 from async_rl.run.report import write_report
-from async_rl.run.status import state_of
+from async_rl.run.status import address_of, state_of
 from async_rl.run.status_text import state_text
 from async_rl.wire.keys import DIALLING, make_keys, where_keys_go
 
@@ -40,6 +41,7 @@ examples:
   async-rl run quickstart --set run.steps=40 --set run.seed=1
   async-rl run my.toml --dry-run                             check everything, start nothing
   async-rl status                                            how the newest run here is doing
+  async-rl drain node-1                                      take a node out of it; what it began goes on elsewhere
   async-rl report                                            its page of plots
   async-rl bench rollout                                     the engine against transformers' generate
 """
@@ -110,13 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
 
     status = commands.add_parser("status", help="pools, versions, ledger, who waits for whom")
-    status.add_argument("place", nargs="?", default=str(DEFAULT_DIRECTORY), metavar="DIR|ENDPOINT")
-    status.add_argument("--token", type=Path, metavar="FILE", help="the run's token, with an ENDPOINT")
-    status.add_argument("--run", metavar="ID", help="the run's id (default: that of the run.json beside the token)")
-    status.add_argument("--keys", type=Path, metavar="DIR", help="a folder of CURVE keys, with an ENDPOINT")
+    _place_options(status)
     status.add_argument("--json", action="store_true", help="print it as one JSON object")
-    status.add_argument("--debug", action="store_true", help="show a traceback on error")
     status.set_defaults(command=_status)
+
+    drain = commands.add_parser("drain", help="a node leaves the run and hands over what it has begun")
+    drain.add_argument("node", metavar="NODE", help="its name, as `async-rl status` shows it")
+    _place_options(drain)
+    drain.add_argument("--grace", type=float, metavar="SECONDS", help="how long it may take (its launch.grace)")
+    drain.set_defaults(command=_drain)
 
     keys = commands.add_parser("keys", help="make CURVE keys, for pools on several machines")
     keys.add_argument("directory", type=Path, metavar="DIR", help="a folder for them; made when it is not there")
@@ -158,6 +162,15 @@ def _config_command(
     parser.add_argument("--debug", action="store_true", help="log more, and show a traceback on error")
     parser.set_defaults(command=command)
     return parser
+
+
+def _place_options(parser: argparse.ArgumentParser) -> None:
+    """Which run is meant, wherever it is."""
+    parser.add_argument("place", nargs="?", default=str(DEFAULT_DIRECTORY), metavar="DIR|ENDPOINT")
+    parser.add_argument("--token", type=Path, metavar="FILE", help="the run's token, with an ENDPOINT")
+    parser.add_argument("--run", metavar="ID", help="the run's id (default: that of the run.json beside the token)")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="a folder of CURVE keys, with an ENDPOINT")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on error")
 
 
 def _pool_options(parser: argparse.ArgumentParser) -> None:
@@ -208,6 +221,13 @@ def _keys(options: argparse.Namespace, console: Console) -> int:
     roles = tuple(dict.fromkeys(options.role))
     make_keys(options.directory, roles)
     console.print(where_keys_go(options.directory, roles), highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _drain(options: argparse.Namespace, console: Console) -> int:
+    address = address_of(options.place, options.token, options.run, options.keys)
+    seconds = drain(address, options.node, options.grace)
+    console.print(f"node {options.node} has left, after {seconds:.1f} s", highlight=False, markup=False)
     return 0
 
 

@@ -3,7 +3,8 @@
 A run ends by itself: the trainer finishes, tells the buffer, the buffer tells the nodes and the store, and all exit
 with 0. Anything else is a failure of the whole run: the first process that exits with another code, or one that does
 not end when the others have, brings the rest down (SIGTERM, a grace, SIGKILL to its process group), and the outcome
-says which it was and why. When the launcher itself is killed, the kernel tells its children (see `process`).
+says which it was and why. An inference node is expendable: a run goes on without it until the last of them fails.
+When the launcher itself is killed, the kernel tells its children (see `process`).
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ class LaunchError(AsyncRLError):
 @dataclass(frozen=True)
 class ProcessSpec:
     """A process to be: `python -P -m module arguments…`, on `cpus` alone if there are any named. When all those that
-    `ends_run` (the first to exit, where none does) have exited with 0, the others have the grace to do the same."""
+    `ends_run` (the first to exit, where none does) have exited with 0, the others have the grace to do the same. One
+    that is `expendable` may fail while there are others like it."""
 
     name: str
     module: str
     arguments: tuple[str, ...] = ()
     ends_run: bool = False
     cpus: tuple[int, ...] = ()
+    expendable: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,14 @@ class Exit:
 @dataclass(frozen=True)
 class Outcome:
     """`failures` in the order in which they were seen; `interrupted` is the number of the signal that ended the
-    run, 0 for none; `stuck` are those that had to be ended although the run was over."""
+    run, 0 for none; `stuck` are those that had to be ended although the run was over; `lost` are the failures that the
+    run survived. `clean`: all that was interrupted ended with 0."""
 
     failures: tuple[Exit, ...] = ()
     interrupted: int = 0
     stuck: tuple[str, ...] = ()
+    lost: tuple[Exit, ...] = ()
+    clean: bool = False
 
     @property
     def code(self) -> int:
@@ -89,7 +95,7 @@ def plan_run(nodes: int, config_path: Path, directory: RunDirectory, *flags: str
     return [
         *plan_services(config_path, directory, *flags),
         plan_pool("trainer", "trainer.learner", config_path, directory, *flags, ends_run=True),
-        *(plan_pool(f"node-{index}", "inference.node", config_path, directory, *flags) for index in range(nodes)),
+        *(plan_node(f"node-{index}", config_path, directory, *flags) for index in range(nodes)),
     ]
 
 
@@ -110,6 +116,10 @@ def plan_services(config_path: Path, directory: RunDirectory, *flags: str) -> li
         plan_pool("store", "buffer.store", config_path, directory, *flags),
         plan_pool("buffer", "buffer.service", config_path, directory, *flags),
     ]
+
+
+def plan_node(name: str, config_path: Path, directory: RunDirectory, *flags: str) -> ProcessSpec:
+    return replace(plan_pool(name, "inference.node", config_path, directory, *flags), expendable=True)
 
 
 def plan_pool(
@@ -167,15 +177,14 @@ class Pools:
         over_since = None
         while True:
             self._look()
-            failures = self._failures()
             if self.signals:
                 self.end_all()
-                return Outcome(interrupted=self.signals[0])
-            if failures:
+                return Outcome(interrupted=self.signals[0], clean=not self._failures())
+            if self._has_failed():
                 return self._end_failed(tick)
             if len(self._exits) == len(self.specs):
                 tick()
-                return Outcome()
+                return Outcome(lost=tuple(self._failures()))
             if self._is_over():
                 over_since = over_since or time.monotonic()
                 if time.monotonic() - over_since > self.grace:
@@ -249,6 +258,15 @@ class Pools:
 
     def _failures(self) -> list[Exit]:
         return [ended for ended in self._exits.values() if ended.code != 0]
+
+    def _has_failed(self) -> bool:
+        """Whether somebody failed without whom the run cannot go on: an expendable process only when it was the last.
+        Where the last one ended well, it was drained, or the run is about to end."""
+        expendable = {spec.name for spec in self.specs if spec.expendable}
+        if any(failure.name not in expendable for failure in self._failures()):
+            return True
+        gone = [ended for name, ended in self._exits.items() if name in expendable]
+        return bool(gone) and len(gone) == len(expendable) and gone[-1].code != 0 and not self._is_over()
 
     def _is_over(self) -> bool:
         enders = [spec.name for spec in self.specs if spec.ends_run] or list(self._exits)[:1]

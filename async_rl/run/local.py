@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,6 +53,8 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     if outcome.interrupted:
         console.print(resume_words(directory), highlight=False, soft_wrap=True)
     _raise_failure(outcome, config)
+    for loss in outcome.lost:
+        console.print(f"{loss} (the run went on without it)", highlight=False, markup=False, soft_wrap=True)
     if outcome.code == 0:
         _print_closing(directory, console)
     return outcome.code
@@ -133,14 +136,16 @@ def with_model(config: Config, directory: RunDirectory) -> Config:
 
 
 def _run_pool(config: Config, out: Path, name: str, module: str, flags: Sequence[str]) -> int:
-    """One pool that logs to the terminal; its own last line says why it failed, so this adds none."""
+    """One pool that logs to the terminal; its own last line says why it failed, so this adds none. A node that was told
+    to end and has handed over what it had ends well."""
     check_task(config)
     directory = RunDirectory.open(out)
     config = with_model(config, directory)
     path = directory.write_pool_config(name, config)
     with Pools([plan_pool(name, module, path, directory, *flags, ends_run=True)], None, config.launch.grace) as pools:
         outcome = pools.supervise()
-    return outcome.code
+    drained = module == "inference.node" and outcome.interrupted == signal.SIGTERM and outcome.clean
+    return 0 if drained else outcome.code
 
 
 def _resumed(out: Path | None, config: Config) -> RunDirectory:

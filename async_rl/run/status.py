@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -92,25 +92,57 @@ def state_of(place: str, token_file: Path | None = None, run: str | None = None,
     """`place` is a run directory, or the endpoint of a buffer. Raises AsyncRLError."""
     if "://" in place:
         return of_endpoint(place, token_file, run, keys)
-    if token_file is not None or run is not None or keys is not None:
-        raise StatusError(f"--token, --run and --keys go with an ENDPOINT (tcp://…, ipc://…), not a directory: {place}")
+    _check_no_endpoint_options(place, token_file, run, keys)
     return of_directory(RunDirectory.open(Path(place)))
 
 
+def _check_no_endpoint_options(place: str, *options: object) -> None:
+    if any(option is not None for option in options):
+        raise StatusError(f"--token, --run and --keys go with an ENDPOINT (tcp://…, ipc://…), not a directory: {place}")
+
+
+class Address(NamedTuple):
+    """Where a run's buffer listens, and what it asks of a tool; `keys` is a folder of CURVE keys."""
+
+    endpoint: str
+    run: str
+    token: str
+    keys: Path | None
+
+    def client(self, name: str) -> Client:
+        """Raises KeyFileError."""
+        keys = dial_keys(self.keys, "tool") if self.keys is not None else None
+        return Client(
+            self.endpoint, run=self.run, token=self.token, role="tool", name=name, peer="the buffer", keys=keys
+        )
+
+
+def address_of(place: str, token_file: Path | None, run: str | None, keys: Path | None) -> Address:
+    """Of a run directory, or of an endpoint with what goes with it; `run` is by default that of the run.json beside
+    the token. Raises AsyncRLError, also when nobody listens there."""
+    if "://" not in place:
+        _check_no_endpoint_options(place, token_file, run, keys)
+        directory = RunDirectory.open(Path(place))
+        address = Address(reachable(directory.endpoint), directory.run_id, directory.token, directory.keys)
+    else:
+        check_endpoint(place, encrypted=keys is not None)
+        if token_file is None:
+            raise StatusError(f"{place}: add --token FILE, the file `token` of the run's directory or a copy of it")
+        token = read_token(token_file)
+        address = Address(place, run if run is not None else _run_beside(token_file), token, keys)
+    if not listens(address.endpoint):
+        raise StatusError(f"nobody listens at {address.endpoint}: is the buffer running, and is this where it listens?")
+    return address
+
+
 def of_endpoint(endpoint: str, token_file: Path | None, run: str | None, keys: Path | None = None) -> RunState:
-    """`run` is by default that of the run.json beside the token. Raises AsyncRLError."""
-    check_endpoint(endpoint, encrypted=keys is not None)
-    if token_file is None:
-        raise StatusError(f"{endpoint}: add --token FILE, the file `token` of the run's directory or a copy of it")
-    token = read_token(token_file)
-    named = run if run is not None else _run_beside(token_file)
-    if not listens(endpoint):
-        raise StatusError(f"nobody listens at {endpoint}: is the buffer running, and is this where it listens?")
+    """See `address_of`. Raises AsyncRLError."""
+    address = address_of(endpoint, token_file, run, keys)
     try:
-        status = ask(endpoint, named, token, keys)
+        status = ask(*address)
     except LinkRefused as refused:
-        raise StatusError(f"{refused} (the token is from {token_file}, the run is {named})") from refused
-    return live_state(status, named, endpoint)
+        raise StatusError(f"{refused} (the token is from {token_file}, the run is {address.run})") from refused
+    return live_state(status, address.run, endpoint)
 
 
 def of_directory(directory: RunDirectory) -> RunState:
@@ -130,9 +162,7 @@ def of_directory(directory: RunDirectory) -> RunState:
 def ask(endpoint: str, run: str, token: str, folder: Path | None = None) -> Status:
     """A buffer's own account. `folder` holds the keys, if it asks for some. Raises LinkRefused (wrong run, wrong token,
     wrong role of a key), LinkTimeout, KeyFileError."""
-    name = f"status-{os.getpid()}"
-    keys = dial_keys(folder, "tool") if folder is not None else None
-    client = Client(endpoint, run=run, token=token, role="tool", name=name, peer="the buffer", keys=keys)
+    client = Address(endpoint, run, token, folder).client(f"status-{os.getpid()}")
     try:
         client.connect(STATUS_TIMEOUT)
         return fetch_status(client, STATUS_TIMEOUT)

@@ -19,6 +19,8 @@ from async_rl.run.launch import Exit, Outcome, Pools, ProcessSpec, last_line
 FAKES = {
     "well": "import time; time.sleep(0.2)",
     "fails": "import sys, time; time.sleep(0.3); print('a line'); sys.exit('error: no such model /nowhere')",
+    "drains": "import time; time.sleep(1.0)",
+    "lasts": "import time; time.sleep(2.0)",
     "sleeps": "import time; time.sleep(60)",
     "tidies": """
         import pathlib, signal, sys, time
@@ -52,8 +54,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return logs
 
 
-def fake(name: str, *arguments: str, ends_run: bool = False, called: str = "") -> ProcessSpec:
-    return ProcessSpec(called or name, f"fakepools.{name}", arguments, ends_run)
+def fake(name: str, *arguments: str, ends_run: bool = False, called: str = "", expendable: bool = False) -> ProcessSpec:
+    return ProcessSpec(called or name, f"fakepools.{name}", arguments, ends_run, expendable=expendable)
 
 
 def children() -> list[psutil.Process]:
@@ -86,6 +88,36 @@ def test_the_first_failure_takes_the_others_down_and_is_named_with_its_last_word
     assert outcome.code == 1
     log = fakes / "trainer.log"
     assert outcome.message(5) == f"trainer failed (exit 1): no such model /nowhere; log: {log}"
+
+
+def test_a_run_goes_on_without_an_expendable_process_and_says_so(fakes: Path) -> None:
+    specs = [
+        fake("lasts", ends_run=True), fake("fails", called="node-0", expendable=True),
+        fake("lasts", called="node-1", expendable=True),
+    ]  # fmt: skip
+    with Pools(specs, fakes, grace=5) as pools:
+        outcome = pools.supervise()
+    assert (outcome.code, outcome.failures) == (0, ())
+    assert [str(loss).split(";")[0] for loss in outcome.lost] == ["node-0 failed (exit 1): no such model /nowhere"]
+
+
+def test_the_last_expendable_process_that_fails_ends_the_run_and_all_that_failed_are_named(fakes: Path) -> None:
+    specs = [fake("sleeps", ends_run=True), *(fake("fails", called=f"node-{i}", expendable=True) for i in range(2))]
+    with Pools(specs, fakes, grace=5) as pools:
+        outcome = pools.supervise()
+        assert children() == []
+    assert outcome.code == 1
+    assert {failure.name for failure in outcome.failures} >= {"node-0", "node-1"}
+
+
+def test_a_run_whose_last_node_was_drained_waits_for_another_one_to_come(fakes: Path) -> None:
+    specs = [
+        fake("lasts", ends_run=True), fake("fails", called="node-0", expendable=True),
+        fake("drains", called="node-1", expendable=True),
+    ]  # fmt: skip
+    with Pools(specs, fakes, grace=5) as pools:
+        outcome = pools.supervise()
+    assert (outcome.code, [loss.name for loss in outcome.lost]) == (0, ["node-0"])
 
 
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_workers(fakes: Path) -> None:
