@@ -29,6 +29,7 @@ Status = Literal["ok", "env_failed", "aborted"]
 
 # Only plain numeric dtypes may cross the wire: anything else (object, void) could execute or alias memory.
 EXTRA_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"})
+IDS, LOGPROBS, MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
 BYTES_PER_TOKEN = 4 + 4 + 1
 MAX_EXTRA_DIMENSIONS = 8  # far below numpy's own limit, at which a view cannot be made
 
@@ -149,37 +150,38 @@ class Segment(NamedTuple):
 def pack_segments(segments: Sequence[Segment]) -> tuple[tuple[SegmentHeader, ...], memoryview]:
     """Headers and the one binary field of `Trajectory`."""
     headers = []
-    parts: list[memoryview] = []
+    parts: list[Any] = []  # arrays: mypy does not know that they are buffers
     for segment in segments:
+        parts += (_plain(segment.tokens, IDS), _plain(segment.logprobs, LOGPROBS), _plain(segment.mask, MASK))
         extras = []
-        parts += [
-            np.ascontiguousarray(segment.tokens, "<i4").data,
-            np.ascontiguousarray(segment.logprobs, "<f4").data,
-            np.ascontiguousarray(segment.mask, "|u1").data,
-        ]
         for name, array in segment.extras.items():
             extras.append(Extra(name, array.dtype.str, tuple(array.shape)))
-            parts.append(np.ascontiguousarray(array).data)
+            parts.append(np.ascontiguousarray(array))
         headers.append(SegmentHeader(len(segment.tokens), segment.finish, segment.versions, tuple(extras)))
     return tuple(headers), memoryview(b"".join(parts))
+
+
+def _plain(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """`array` itself where it lies in memory as it travels (nearly always, and numpy's own test costs as much as the
+    packing), else a copy that does."""
+    return array if array.dtype is dtype and array.flags.c_contiguous else np.ascontiguousarray(array, dtype)
 
 
 def segment_arrays(trajectory: Trajectory) -> list[SegmentArrays]:
     """Views of every segment, without copying. Call `check_trajectory` first on anything from a peer."""
     out = []
-    offset = 0
-
-    def take(dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        nonlocal offset
-        count = math.prod(shape)
-        array = np.frombuffer(trajectory.arrays, dtype=dtype, count=count, offset=offset).reshape(shape)
-        offset += array.nbytes
-        return array
-
+    data, offset = trajectory.arrays, 0
     for header in trajectory.segments:
-        n = (header.n_tokens,)
-        tokens, logprobs, mask = take("<i4", n), take("<f4", n), take("|u1", n)
-        extras = {extra.name: take(extra.dtype, extra.shape) for extra in header.extras}
+        n = header.n_tokens
+        tokens = np.frombuffer(data, IDS, n, offset)
+        logprobs = np.frombuffer(data, LOGPROBS, n, offset + 4 * n)
+        mask = np.frombuffer(data, MASK, n, offset + 8 * n)
+        offset += n * BYTES_PER_TOKEN
+        extras: dict[str, npt.NDArray[Any]] = {}
+        for extra in header.extras:
+            array = np.frombuffer(data, extra.dtype, math.prod(extra.shape), offset)
+            extras[extra.name] = array.reshape(extra.shape)
+            offset += array.nbytes
         out.append(SegmentArrays(tokens, logprobs, mask, extras))
     return out
 

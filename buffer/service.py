@@ -55,7 +55,7 @@ from async_rl.wire.messages import (
     TakeOver,
     TrainerReady,
 )
-from async_rl.wire.payloads import pack_payloads, unpack_payloads
+from async_rl.wire.payloads import pack_payloads, to_keep, unpack_payloads
 from buffer import events
 from buffer.collector import collect_young_only
 from buffer.departures import Departures
@@ -66,7 +66,6 @@ log = logging.getLogger("buffer")
 
 TICK_S = 0.25  # how often deadlines are looked at
 POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
-COPIED_BYTES = 16 << 10  # smaller payloads are copied out of their message
 PARTING_S = 5.0  # how long the peers have to say goodbye after the end
 
 
@@ -265,10 +264,7 @@ class Service:
             log.error("what node %s sampled cannot be read: %s", received.peer, error)
             self._observed.trouble += 1
             return []
-        # A view keeps the whole message it came in: good for one that is most of it, dear for one of many.
-        worth_copying = max(COPIED_BYTES, sum(map(len, payloads)) // 2)
-        kept = [bytes(each) if len(each) < worth_copying else memoryview(each) for each in payloads]
-        results = [self._result_event(received.peer, payload) for payload in kept]
+        results = [self._result_event(received.peer, payload) for payload in to_keep(payloads)]
         return [result for result in results if result is not None]
 
     def _result_event(self, node: str, payload: bytes | memoryview) -> events.ResultArrived | None:

@@ -4,7 +4,8 @@ Callers send by themselves: handing each message to a thread costs two switches,
 here, the socket included, is touched only under one lock. The thread waits for the socket's file descriptor and for
 the clock: it reads what arrives, says hello, beats, reports, and sends what had to wait for credit or room. libzmq
 raises the descriptor once and takes it down again whenever anybody uses the socket; so who has used it looks whether
-something came meanwhile (`_look_again`), or else nobody would.
+something came meanwhile, or else nobody would. While callers do so again and again, waking the thread for what they
+find as well would only take the interpreter from them: it rests then, and looks at the clock alone, every HOLD_S.
 
     connecting -- Welcome --> connected -- silent, or Unknown --> connecting -- Welcome --> connected ...
         any --> failed: Refused, Bye, silent for lost_after_s; every later call raises that error
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import select
 import socket as sockets
 import threading
 import time
@@ -45,7 +47,7 @@ from async_rl.wire.frames import (
     payload_of,
     read_envelope,
     read_link_message,
-    read_message,
+    read_messages,
     receive_frames,
     send_frames,
     set_common_options,
@@ -57,7 +59,7 @@ from async_rl.wire.security import check_endpoint
 from async_rl.wire.session import Session, Verdict
 
 BURST_MESSAGES = 64  # read before looking at the other direction
-HOLD_S = 0.001  # how long a small message waits for company while others are under way
+HOLD_S = 0.002  # how long a small message waits for company while others are under way
 EVENTS, POLLIN, POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)  # plain: an enum's operators are slow
 RECONNECT_FIRST_MS = 20
 RECONNECT_LAST_MS = 1000
@@ -115,6 +117,8 @@ class Client:
         self._heard = self._sent = self._progress = self._next_hello = 0.0
         self._blocked = False  # the socket has no room
         self._holding = False  # a message was left to the thread since it last looked
+        self._used = False  # a caller has used the socket since the thread last looked
+        self._resting = False  # the thread leaves the socket to the callers
         self._closing = False
         self._linger_s = 0.0
         self._context = zmq.Context()
@@ -158,7 +162,7 @@ class Client:
                 self._wait_for_room(payload.kind, timeout_s)
             session = self._session
             idle = not session.in_flight
-            session.enqueue(payload, payload.size)
+            session.enqueue(payload, payload.size, bool(payload.blobs))
             if not self._connected or self._blocked:
                 return
             if idle or session.unsent_bytes >= COALESCE_BYTES:
@@ -174,6 +178,7 @@ class Client:
         if self._arrived.empty():
             with self._changed:
                 self._send_waiting()
+                self._rely_on_thread()
         try:
             item = self._next_arrived(timeout_s)
         except queue.Empty:
@@ -218,6 +223,7 @@ class Client:
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """With the lock held: wait for `condition`; raises the link's failure."""
         self._waiting += 1
+        self._rely_on_thread()
         self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
         self._waiting -= 1
         if self._failure is not None and not condition():
@@ -258,15 +264,26 @@ class Client:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody to wake
             self._wake_write.send(b"\0")
 
+    def _rely_on_thread(self) -> None:
+        """With the lock held: this caller will wait, and no longer look after the socket."""
+        self._used = False
+        if self._resting:
+            self._resting = False
+            self._wake()
+
     def _send_waiting(self) -> None:
         """In a caller's thread, with the lock: send what waits for company. Whoever uses the socket has to look whether
         something came meanwhile: libzmq takes down the descriptor that the thread waits for."""
-        if self._blocked or not self._connected or not self._session.may_send():
+        if self._blocked or not self._connected or not self._session.unsent_bytes:
+            return
+        if not self._session.may_send():  # the next credit is the thread's to wait for
+            self._rely_on_thread()
             return
         self._pump(time.monotonic())
         more = bool(self._events() & POLLIN) and self._drain()
+        self._used = True
         due = self._session.report_due()
-        if more or self._blocked or (due is not None and due < self._wakes_at):
+        if more or self._blocked or (due is not None and due < self._wakes_at) or self._session.may_send():
             self._wake()
 
     def _events(self) -> int:
@@ -280,13 +297,16 @@ class Client:
             with self._changed:
                 self._socket.connect(self.endpoint)
                 descriptor = self._socket.getsockopt(zmq.FD)
-            poller = zmq.Poller()
-            poller.register(self._wake_read, zmq.POLLIN)
-            poller.register(descriptor, zmq.POLLIN)
+            wake = self._wake_read.fileno()
+            resting, attending = select.poll(), select.poll()
+            resting.register(wake, select.POLLIN)
+            attending.register(wake, select.POLLIN)
+            attending.register(int(descriptor), select.POLLIN)
             while self._failure is None and not self._closing:
                 with self._changed:
                     wait_s = self._work()
-                if wait_s > 0 and self._wake_read.fileno() in dict(poller.poll(math.ceil(wait_s * 1000))):
+                    poller = resting if self._resting else attending
+                if wait_s > 0 and wake in dict(poller.poll(math.ceil(wait_s * 1000))):
                     with contextlib.suppress(BlockingIOError):
                         self._wake_read.recv(4096)
             with self._changed:
@@ -313,6 +333,10 @@ class Client:
         if events & POLLIN or (self._blocked and events & POLLOUT):
             return 0.0
         self._wakes_at = self._next_due(now)
+        self._resting = self._used and not self._waiting and not self._blocked
+        self._used = False
+        if self._resting:
+            self._wakes_at = min(self._wakes_at, now + HOLD_S)
         return self._wakes_at - now
 
     def _next_due(self, now: float) -> float:
@@ -361,7 +385,7 @@ class Client:
             if session.accept(seq, size, now) is not Verdict.DELIVER:
                 continue
             session.acknowledge(now)
-            received = Received(envelope.sender, read_message(body), blobs)
+            received = Received(envelope.sender, read_messages((body,))[0], blobs)
             if self._inbox is not None:
                 session.consume(size, now)
                 self._inbox.put(received)

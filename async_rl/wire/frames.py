@@ -133,7 +133,7 @@ class Bye(LinkMessage, frozen=True, array_like=True, tag=str.lower):
     reason: str
 
 
-EMPTY_RESULTS = encode_body(Results(()))
+RESULTS_HEAD = encode_body(Results(()))[:-1]  # up to the announcement of its trajectories
 ALONE, WITH_MORE = b"\x9b", b"\x9c"  # an Envelope of 11 fields (blobs the last), and of 12
 NOBLOCK, NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain: an enum's own operators are slow
 
@@ -160,8 +160,9 @@ def payload_of(message: Message, blobs: Sequence[bytes | memoryview]) -> Payload
 def body_parts(message: Message) -> tuple[bytes | msgspec.Raw, ...]:
     """`encode_body` in parts: the trajectories of a message, its last field, are not copied."""
     if isinstance(message, Results):
-        fields = EMPTY_RESULTS
-    elif isinstance(message, Batch):
+        trajectories = message.trajectories
+        return (RESULTS_HEAD + array_head(len(trajectories)), *trajectories)
+    if isinstance(message, Batch):
         fields = encode_body(msgspec.structs.replace(message, trajectories=()))
     else:
         return (encode_body(message),)
@@ -185,19 +186,12 @@ class Sending(NamedTuple):
 def next_frame(run: str, sender: str, epoch: int, session: Session[Payload]) -> Sending | None:
     """Take from the session what goes out next as one frame: a message, and small ones after it up to COALESCE_BYTES.
     None when there is nothing to send, or no credit for it."""
-    first = session.next_to_send()
-    if first is None:
+    taken = session.take(COALESCE_BYTES)
+    if not taken:
         return None
-    payload = first.payload
-    more: list[Payload] = []
-    room = COALESCE_BYTES - first.size
-    while room > 0 and not payload.blobs and (following := session.peek()) is not None:
-        room -= following.size
-        if room < 0 or following.payload.blobs:
-            break
-        session.next_to_send()
-        more.append(following.payload)
-    return Sending(first.seq, head_frame(run, sender, epoch, first.seq, session.report(), payload, more), payload.blobs)
+    seq, payload = taken[0].seq, taken[0].payload
+    more = [message.payload for message in taken[1:]]
+    return Sending(seq, head_frame(run, sender, epoch, seq, session.report(), payload, more), payload.blobs)
 
 
 def head_frame(
@@ -245,10 +239,10 @@ def read_link_message(envelope: Envelope) -> Any:
         raise BadFrame("undecodable") from None
 
 
-def read_message(body: msgspec.Raw) -> Any:
+def read_messages(bodies: Sequence[msgspec.Raw]) -> list[Any]:
     """Raises BadFrame."""
     try:
-        return decode_body(body)
+        return [decode_body(body) for body in bodies]
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise BadFrame("undecodable_body") from None
 
