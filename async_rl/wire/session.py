@@ -16,7 +16,7 @@ Life of a message, window 100, sizes 60:
     rewind(after=1)     2 and 3 are sent again    ack 3: nothing is kept any more
 
 What enforces what: `accept` delivers in order and exactly once (the guarantee), and refuses what exceeds the credit
-(the guarantee, for the receiver's memory); `next_to_send` keeps an honest sender within it.
+(the guarantee, for the receiver's memory); `take` keeps an honest sender within it.
 """
 
 from __future__ import annotations
@@ -91,15 +91,6 @@ class Session(Generic[P]):
         self._stream_bytes += size
         self.unsent_bytes += size
         return self._last_seq
-
-    def next_to_send(self) -> Outgoing[P] | None:
-        """The next message that the credit allows, now counted as sent; None when there is none."""
-        if not self._unsent or self._unsent[0].offset >= self._limit:
-            return None
-        message = self._unsent.popleft()
-        self._sent.append(message)
-        self.unsent_bytes -= message.size
-        return message
 
     def take(self, room: int) -> list[Outgoing[P]]:
         """What goes out next as one frame, now counted as sent: the next message, and those after it that fit into

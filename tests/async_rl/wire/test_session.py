@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.wire.session import REPORT_MESSAGES, REPORT_SECONDS, Report, Session, Verdict
+
+ROOM = 150  # bytes in one frame
 
 
 class Wire(NamedTuple):
@@ -35,10 +38,11 @@ class End:
         self.session.enqueue(self.sent[-1], size)
 
     def pump(self, peer: End) -> None:
-        while (message := self.session.next_to_send()) is not None:
+        while taken := self.session.take(ROOM):
             granted = peer.session._reported.limit
-            assert message.offset < granted, "sent beyond what the receiver has granted"
-            self.outbox.append(Wire(message.seq, message.size, message.payload, self.session.report()))
+            for message in taken:
+                assert message.offset < granted, "sent beyond what the receiver has granted"
+                self.outbox.append(Wire(message.seq, message.size, message.payload, self.session.report()))
 
     def report(self) -> None:
         self.outbox.append(Wire(0, 0, 0, self.session.report()))
@@ -163,14 +167,54 @@ def test_a_message_larger_than_the_window_passes_and_the_next_one_waits() -> Non
     session.hear(0, 100)
     session.enqueue("large", 1000)
     session.enqueue("next", 1)
-    assert session.next_to_send() is not None
-    assert session.next_to_send() is None
+    assert [message.payload for message in session.take(ROOM)] == ["large"]
+    assert session.take(ROOM) == []
     session.hear(1, 1000)
-    assert session.next_to_send() is None, "offset 1000 is not below the limit of 1000"
+    assert session.take(ROOM) == [], "offset 1000 is not below the limit of 1000"
     session.hear(1, 1001)
-    message = session.next_to_send()
-    assert message is not None
-    assert message.payload == "next"
+    assert [message.payload for message in session.take(ROOM)] == ["next"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=12), st.integers(0, 600), st.integers(0, 200),
+)  # fmt: skip
+def test_a_frame_takes_what_fits_in_order_and_leaves_alone_what_travels_alone(
+    messages: list[tuple[int, bool]], limit: int, room: int
+) -> None:
+    session: Session[int] = Session(0)
+    session.hear(0, limit)
+    for index, (size, alone) in enumerate(messages):
+        session.enqueue(index, size, alone)
+    frames = []
+    while taken := session.take(room):
+        frames.append(taken)
+    sent = [message for taken in frames for message in taken]
+    assert [message.payload for message in sent] == list(range(len(sent)))
+    assert all(message.offset < limit for message in sent)
+    assert session.unsent_bytes == sum(size for size, _ in messages[len(sent) :])
+    assert session.in_flight == len(sent)
+    if len(sent) < len(messages):
+        assert sum(size for size, _ in messages[: len(sent)]) >= limit, "there was credit for another"
+    for taken, following in zip_longest(frames, frames[1:], fillvalue=[]):
+        size = sum(message.size for message in taken)
+        assert len(taken) == 1 or (size <= room and not any(message.alone for message in taken))
+        if following:
+            assert size + following[0].size > room or taken[0].alone or following[0].alone, "it would have fitted"
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=8), st.integers(0, 300), st.integers(1, 3))
+def test_a_whole_frame_is_accepted_exactly_when_each_of_its_messages_would_be(
+    sizes: list[int], window: int, first: int
+) -> None:
+    whole: Session[int] = Session(window)
+    single: Session[int] = Session(window)
+    for session in (whole, single):
+        session.report()
+    verdicts = [single.accept(seq, size, 0.0) for seq, size in enumerate(sizes, first)]
+    accepted = whole.accept_all(first, sizes)
+    assert accepted == all(verdict is Verdict.DELIVER for verdict in verdicts)
+    assert whole.received == (len(sizes) if accepted else 0)
+    assert whole.unconsumed_bytes == (sum(sizes) if accepted else 0)
 
 
 def test_a_sender_that_ignores_its_credit_is_overdrawn() -> None:
