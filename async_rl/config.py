@@ -109,6 +109,11 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Seconds after which a lease is taken back from a node that lives but does not deliver."""
     quarantine_limit: PositiveFloat = 30.0
     """Seconds for which a run goes on while every node is quarantined: one may come back under a later policy."""
+    trainer_timeout: PositiveFloat = 300.0
+    """Seconds that a trainer which has fallen silent, or was killed, has to come back."""
+    fsync: Literal["never", "interval", "always"] = "interval"
+    """When the journal is synced to the disk. What is acknowledged survives the death of the process whatever this is;
+    with "always" also the loss of power, with "interval" all but the last second of it."""
 
 
 class InferenceConfig(Section, frozen=True, kw_only=True):

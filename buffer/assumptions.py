@@ -54,9 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-second", type=_positive, metavar="RATE",
         help="of a node with every slot busy; its decode step takes the same time with fewer",
     )  # fmt: skip
-    parser.add_argument(
-        "--train-seconds", type=_positive, metavar="SECONDS", help="from a batch to the stored policy"
-    )
+    parser.add_argument("--train-seconds", type=_positive, metavar="SECONDS", help="from a batch to the stored policy")
     parser.add_argument(
         "--push-seconds", type=_positive, metavar="SECONDS",
         help="from a policy's publication until a node serves it (default: as measured, else 0.1)",

@@ -50,7 +50,7 @@ from buffer.rules import Rules
 
 BATCH = 100  # tickets of a batch; one for each node, which so is leased one group a step
 GROUP = 8
-PAYLOAD = bytes(16)
+PAYLOAD = memoryview(bytes(16))
 RESIDENT = (1_000, 10_000, 100_000, 1_000_000)
 QUICK_RESIDENT = (1_000, 10_000)
 STEPS, QUICK_STEPS = 100, 10  # of one measurement

@@ -67,8 +67,15 @@ class Evaluations:
     def idle(self) -> bool:
         return self.current is None and not self._queue
 
+    def adopt(self, eval_share: float, max_tries: int) -> None:
+        """Go on by other rules."""
+        self._share, self._max_tries = eval_share, max_tries
+
     def request(self, request: EvalRequested) -> None:
-        self._queue.append(request)
+        """Asked again by a trainer that was started again, it runs once."""
+        running = self.current.policy if self.current else None
+        if request.policy != running and all(request.policy != waiting.policy for waiting in self._queue):
+            self._queue.append(request)
 
     def start_next(self, now: float, ready: Iterable[Node]) -> None:
         """When none runs, begin the next; O(nodes), once for each evaluation."""

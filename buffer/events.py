@@ -1,7 +1,7 @@
 """Everything that may happen to the replay buffer, and everything it may answer.
 
 `Replay.apply(event, now) -> effects` is the whole interface of the rules: the service turns messages into events and
-effects into messages, the simulator invents events under a virtual clock, and a journal need only append the events
+effects into messages, the simulator invents events under a virtual clock, and the journal need only append the events
 to reproduce the state. `now` is in seconds on a monotonic clock.
 """
 
@@ -13,6 +13,7 @@ from async_rl.proof import Proof
 from async_rl.trajectory import Status as AttemptStatus
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import BatchGroup, Disposition, Lease, Progress, SamplingParams
+from buffer.rules import Rules
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -20,12 +21,23 @@ class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     and there are several for each trajectory."""
 
 
+class BufferStarted(Event, frozen=True, tag=True, array_like=True):
+    """The first event of every life of the service. With other `rules` than before (a resumed run may have more steps,
+    or more tries), these hold from now on; what had ended the run then is asked again."""
+
+    rules: Rules
+
+
 class NodeJoined(Event, frozen=True, tag=True, array_like=True):
-    """`logprob_bound` is what its engine declares (see buffer.proofs)."""
+    """`life` names the node's process; `granted` is how many samples it has had of this buffer in earlier sessions,
+    since it counts what it asks for over its whole life; `logprob_bound` is what its engine declares (see
+    buffer.proofs)."""
 
     node: str
     slots: int
     logprob_bound: float = 0.0
+    life: str = ""
+    granted: int = 0
 
 
 class NodeAttested(Event, frozen=True, tag=True, array_like=True):
@@ -86,7 +98,7 @@ class HandedPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     sample: int
     versions: tuple[VersionRun, ...]
-    payload: bytes | memoryview
+    payload: memoryview
     problem: str = ""
 
 
@@ -109,7 +121,7 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     reward: float
     versions: tuple[VersionRun, ...]
     n_tokens: int
-    payload: bytes | memoryview
+    payload: memoryview
     problem: str = ""
 
 
@@ -118,6 +130,22 @@ class ResultsArrived(Event, frozen=True, tag=True, array_like=True):
     decided once, after the last: one message of a node is one event."""
 
     results: tuple[ResultArrived, ...]
+
+
+class TrainerJoined(Event, frozen=True, tag=True, array_like=True):
+    """A trainer, which goes on from `version`: 0, or that of its checkpoint. `life` names its process; every node's
+    `fingerprint` must be equal to its own."""
+
+    trainer: str
+    life: str
+    fingerprint: dict[str, str]
+    version: int
+
+
+class Checkpointed(Event, frozen=True, tag=True, array_like=True):
+    """The trainer has a durable checkpoint of `version`, and will never go back beyond it."""
+
+    version: int
 
 
 class PolicyRegistered(Event, frozen=True, tag=True, array_like=True):
@@ -160,9 +188,9 @@ class RunFinished(Event, frozen=True, tag=True, array_like=True):
 
 
 AnyEvent = (
-    NodeJoined | NodeAttested | NodeHeld | NodeRefused | NodeWanted | NodeLost | ResultArrived | ResultsArrived
-    | PolicyRegistered | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
-    | NodeDraining | SamplesReturned | PrefixesHandedOver
+    BufferStarted | TrainerJoined | Checkpointed | NodeJoined | NodeAttested | NodeHeld | NodeRefused | NodeWanted
+    | NodeDraining | NodeLost | ResultArrived | ResultsArrived | SamplesReturned | PrefixesHandedOver | PolicyRegistered
+    | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
 )  # fmt: skip
 
 
@@ -196,6 +224,12 @@ class LendBatch(Effect, frozen=True):
     for_version: int
     groups: tuple[BatchGroup, ...]
     payloads: tuple[bytes | memoryview, ...]
+
+
+class LendRecorded(Effect, frozen=True):
+    """A batch that was confirmed before, to a trainer that has gone back: as it was lent then, from the journal."""
+
+    batch: int
 
 
 class EvalFinished(Effect, frozen=True):

@@ -112,7 +112,7 @@ def _check(directory: str, steps: Sequence[Record], pools: Sequence[Record]) -> 
         if key not in steps[-1]:
             raise FitError(f"--from {directory}: its steps do not tell {key}: it was written by an older version")
     if not any(pool["push_ms"] for pool in pools):
-        raise FitError(f"--from {directory}: no push was recorded in its \"pools\" lines: it was too short")
+        raise FitError(f'--from {directory}: no push was recorded in its "pools" lines: it was too short')
 
 
 def _thin(values: FloatArray | Sequence[float]) -> Values:

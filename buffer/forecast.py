@@ -172,9 +172,7 @@ def run_command(
 
 def simulate_command(options: argparse.Namespace, console: Console) -> None:
     world = world_from(options)
-    scenario = world.scenario._replace(
-        node_life_s=options.life, joins=tuple(options.join), slowest=options.slowest
-    )
+    scenario = world.scenario._replace(node_life_s=options.life, joins=tuple(options.join), slowest=options.slowest)
     world = world._replace(scenario=scenario)
     for line in describe(world):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

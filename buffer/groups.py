@@ -188,7 +188,7 @@ class Groups:
         outcome = verdict(group, self._rules.on_short_group, self._rules.zero_variance)
         if outcome == "ready":
             group.ready, group.reserved = True, False
-            group.payload_bytes = sum([len(held.payload) for record in group.leases for held in record.held])
+            group.payload_bytes = sum([held.nbytes for record in group.leases for held in record.held])
             self.credit.became_ready(group.payload_bytes)
             self.order.ready(group.ticket)
         elif outcome != "incomplete":
@@ -303,6 +303,12 @@ class Groups:
     def open_tickets(self) -> dict[int, int]:
         """Unspent tickets that were made, with their try, in order (they are made in rising order)."""
         return {ticket: group.try_ for ticket, group in self.by_ticket.items()}
+
+    def adopt(self, rules: Rules) -> None:
+        """Go on by other rules; those that tickets were made by are the same."""
+        self._rules = rules
+        self.queue.total = max(rules.steps * rules.groups_per_step, self.queue.next_ticket)
+        self.credit.capacity_bytes = rules.capacity_bytes
 
     def resume(self, progress: Progress, now: float) -> None:
         """Take up a checkpoint's tickets and totals; what was open is sampled anew."""

@@ -60,7 +60,7 @@ def eval_seed(run_seed: int, instance: int, try_: int) -> int:
 
 class Held(msgspec.Struct, frozen=True, gc=False):
     """A good attempt, held here: `oldest` is the version of its oldest sampled token; `arrived` the batches confirmed
-    when it came, `since` the time."""
+    when it came, `since` the time; `nbytes` the size of the payload, which a restored attempt may have lost."""
 
     sample: int
     reward: float
@@ -68,6 +68,7 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     payload: bytes | memoryview
     arrived: int
     since: float
+    nbytes: int
 
 
 class LeaseRecord(Account):

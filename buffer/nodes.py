@@ -47,12 +47,15 @@ class Node:
     whether it has shown its canary; `barred` is the place of the policy that it failed for (buffer.proofs: order)."""
 
     __slots__ = (
-        "barred", "eval_open", "granted", "leased_samples", "leases", "logprob_bound", "mismatch", "name", "passed",
-        "policy", "proved", "queued_under", "reason", "slots", "state", "wanted",
+        "barred", "eval_open", "granted", "leased_samples", "leases", "life", "logprob_bound", "mismatch", "name",
+        "passed", "policy", "proved", "queued_under", "reason", "slots", "state", "wanted",
     )  # fmt: skip
 
-    def __init__(self, name: str, slots: int, state: NodeState, logprob_bound: float = 0.0) -> None:
+    def __init__(
+        self, name: str, slots: int, state: NodeState, logprob_bound: float = 0.0, life: str = "", granted: int = 0
+    ) -> None:
         self.name = name
+        self.life = life
         self.slots = slots
         self.state = state
         self.logprob_bound = logprob_bound
@@ -62,7 +65,7 @@ class Node:
         self.mismatch: Mismatch | None = None
         self.policy: PolicyId | None = None
         self.wanted = 0
-        self.granted = 0
+        self.granted = granted
         self.leases: set[int] = set()
         self.leased_samples = 0
         self.eval_open = 0
@@ -103,9 +106,10 @@ class Nodes:
         node = self._nodes.get(name)
         return None if node is None or node.state == "gone" else node
 
-    def joined(self, name: str, slots: int, logprob_bound: float = 0.0) -> Node:
+    def joined(self, name: str, slots: int, logprob_bound: float = 0.0, life: str = "", granted: int = 0) -> Node:
         """A node (again); close what an earlier one of that name held first."""
-        node = Node(name, slots, "syncing" if self._anything_registered else "joining", logprob_bound)
+        state: NodeState = "syncing" if self._anything_registered else "joining"
+        node = Node(name, slots, state, logprob_bound, life, granted)
         self._nodes[name] = node
         return node
 

@@ -26,13 +26,14 @@ from typing import Any, ClassVar, Literal
 
 from async_rl.proof import CANARY
 from async_rl.version import is_stale, oldest_version
-from async_rl.wire.messages import Lease, Progress
-from buffer import attesting, leaving
+from async_rl.wire.messages import Lease, Progress, SamplingParams
+from buffer import attesting, leaving, restarts
 from buffer.admission import may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
     AnyEvent,
     BatchConfirmed,
+    BufferStarted,
     CancelLease,
     DrawRequested,
     Effect,
@@ -40,6 +41,7 @@ from buffer.events import (
     EvalRequested,
     GrantLease,
     LendBatch,
+    LendRecorded,
     NodeJoined,
     NodeLost,
     NodeWanted,
@@ -50,6 +52,7 @@ from buffer.events import (
     Resumed,
     RunFinished,
     Ticked,
+    TrainerJoined,
 )
 from buffer.groups import Group, Groups, batch_group
 from buffer.handover import Handovers
@@ -76,6 +79,8 @@ class Replay:
         self.evaluations = Evaluations(rules.eval_share, rules.max_tries)
         self.handovers = Handovers()
         self.confirmed_batches = 0
+        self.covered = 0
+        self.trainer: TrainerJoined | None = None
         self.lent: list[Group] | None = None
         self.draw_pending = False
         self.ended = ""
@@ -141,12 +146,14 @@ class Replay:
     def apply(self, event: AnyEvent, now: float) -> list[Effect]:
         """Take one event in, and say what to do. `now`: seconds, monotonic, never less than before."""
         effects: list[Effect] = []
+        if isinstance(event, BufferStarted):
+            self.ended = self.groups.exhausted = ""
         if self.ended and not isinstance(event, RunFinished):
             self._after_end(event, effects)
             return effects
         self._handlers[type(event)](self, event, now, effects)
         if self.groups.exhausted:
-            self._end(self.groups.exhausted, effects)
+            self.end(self.groups.exhausted, effects)
         if not self.ended:
             if not self.evaluations.idle:
                 self._finish_evaluation(now, effects)
@@ -158,7 +165,7 @@ class Replay:
             self._lease_training(now, effects)
         return effects
 
-    def _end(self, error: str, effects: list[Effect]) -> None:
+    def end(self, error: str, effects: list[Effect]) -> None:
         """The run cannot go on: nothing is leased any more. What is open stays so until RunFinished closes it."""
         if not self.ended:
             self.ended = error
@@ -177,7 +184,7 @@ class Replay:
         earlier = self.nodes.get(event.node)
         if earlier is not None:
             self._lose(earlier, "the node joined again")
-        self.nodes.joined(event.node, event.slots, event.logprob_bound)
+        self.nodes.joined(event.node, event.slots, event.logprob_bound, event.life, event.granted)
 
     def _node_wanted(self, event: NodeWanted, now: float, effects: list[Effect]) -> None:
         node = self.known(event.node)
@@ -198,7 +205,7 @@ class Replay:
     def _lose(self, node: Node, reason: str) -> None:
         self.nodes.lost(node, reason)
         for number in sorted(node.leases):
-            lease = self._open(number)
+            lease = self.open(number)
             self.take_back(lease, "node_lost", lease.leased)
         self.evaluations.withdraw(node)
 
@@ -259,7 +266,7 @@ class Replay:
                 self.groups.enter_age(lease.ticket, oldest)
             samples |= 1 << sample
             self.handovers.arrived(lease.lease, sample, versions)
-            held.append(Held(sample, event.reward, oldest, event.payload, version, now))
+            held.append(Held(sample, event.reward, oldest, event.payload, version, now, len(event.payload)))
         if stale:
             self.groups.give_back(lease, stale, "stale")  # saves work, as the sweep does
         if samples:
@@ -298,7 +305,7 @@ class Replay:
             if not isinstance(lease, EvalLease):
                 self.groups.lease_closed(lease)
 
-    def _open(self, number: int) -> LeaseRecord:
+    def open(self, number: int) -> LeaseRecord:
         lease = self.leases.find(number)
         assert lease is not None
         return lease
@@ -315,7 +322,7 @@ class Replay:
 
     def cancel(self, number: int, reason: str, effects: list[Effect]) -> None:
         """Take back an open lease, whatever it still owes."""
-        self._cancel(self._open(number), reason, effects)
+        self._cancel(self.open(number), reason, effects)
 
     def _cancel(self, lease: LeaseRecord, reason: str, effects: list[Effect]) -> None:
         self.take_back(lease, "cancelled", lease.leased)
@@ -326,7 +333,7 @@ class Replay:
         for lease in self.leases.expired(now):
             self._cancel(lease, f"not delivered within {self.rules.lease_timeout:g} s", effects)
         if nobody := self.quarantine.nobody_left(now):
-            self._end(nobody, effects)
+            self.end(nobody, effects)
 
     # --- granting leases ---------------------------------------------------------------------------------------------
 
@@ -366,17 +373,20 @@ class Replay:
             node.leases.add(lease.lease)
             node.leased_samples += 1
             self.evaluations.granted(lease)
-            seeds = (eval_seed(self.rules.run_seed, instance, try_),)
-            message = Lease(
-                lease.lease, EVAL_TICKET, try_, instance, "eval", (0,), seeds, policy.version, sampling, policy
-            )  # fmt: skip
-            effects.append(GrantLease(node.name, message))
+            effects.append(GrantLease(node.name, self.evaluation_message(lease, try_, sampling)))
+
+    def evaluation_message(self, lease: EvalLease, try_: int, sampling: SamplingParams) -> Lease:
+        seeds = (eval_seed(self.rules.run_seed, lease.instance, try_),)
+        return Lease(
+            lease.lease, EVAL_TICKET, try_, lease.instance, "eval", (0,), seeds, lease.policy.version, sampling,
+            lease.policy,
+        )  # fmt: skip
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _eval_requested(self, event: EvalRequested, now: float, effects: list[Effect]) -> None:
         if event.policy.digest not in self.published.get(event.policy.version, ()):
-            self._end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
+            self.end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
         else:
             self.evaluations.request(event)
 
@@ -395,14 +405,16 @@ class Replay:
             self.nodes.policy_registered()
 
     def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:
-        if event.for_version != self.confirmed_batches:
-            self._end(
+        if self.covered <= event.for_version < self.confirmed_batches:
+            effects.append(LendRecorded(event.for_version))
+        elif event.for_version != self.confirmed_batches:
+            self.end(
                 f"the trainer draws for version {event.for_version}, but {self.confirmed_batches} batches are "
                 "confirmed: trainer and buffer are not in the same run",
                 effects,
             )
         elif event.for_version >= self.rules.steps:
-            self._end(f"the trainer draws for version {event.for_version}, beyond the run's last step", effects)
+            self.end(f"the trainer draws for version {event.for_version}, beyond the run's last step", effects)
         else:
             self.draw_pending = True
 
@@ -423,13 +435,13 @@ class Replay:
             return
         if self.lent is None or event.batch != self.confirmed_batches:
             lent = "none is lent" if self.lent is None else f"batch {self.confirmed_batches} is lent"
-            self._end(f"the trainer confirms batch {event.batch}, but {lent}", effects)
+            self.end(f"the trainer confirms batch {event.batch}, but {lent}", effects)
             return
         accounts = {account.lease: account for group in self.lent for account in group.leases}
         lent_attempts = {number: account.batched for number, account in accounts.items()}
         problem, outcomes = sort_dispositions(event.dispositions, lent_attempts)
         if problem:
-            self._end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
+            self.end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
             return
         for outcome, attempts in outcomes.items():
             end = "trained" if outcome == "trained" else f"dropped.{outcome}"
@@ -446,9 +458,9 @@ class Replay:
         progress = event.progress
         spent = progress.next_ticket - len(progress.open_tickets)
         if self.leases.next_lease or self.confirmed_batches:
-            self._end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
+            self.end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
         elif spent != progress.confirmed_batches * self.rules.groups_per_step:
-            self._end(
+            self.end(
                 f"the checkpoint has {spent} spent tickets after {progress.confirmed_batches} batches, but "
                 f"buffer.groups_per_step is {self.rules.groups_per_step}: it belongs to another configuration",
                 effects,
@@ -456,7 +468,7 @@ class Replay:
         else:
             self.groups.resume(progress, now)
             self.evaluations.ledger.resume(progress.eval_ledger)
-            self.confirmed_batches = progress.confirmed_batches
+            self.confirmed_batches = self.covered = progress.confirmed_batches
             self.leases.resume_at(progress.next_lease)
 
     def _run_finished(self, event: RunFinished, now: float, effects: list[Effect]) -> None:
@@ -482,4 +494,5 @@ class Replay:
         RunFinished: _run_finished,
         **attesting.HANDLERS,
         **leaving.HANDLERS,
+        **restarts.HANDLERS,
     }

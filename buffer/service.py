@@ -11,22 +11,20 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
-
-import msgspec
+from typing import ClassVar
 
 from async_rl.config import group_bytes
 from async_rl.errors import AsyncRLError
-from async_rl.fingerprint import difference, pacing
 from async_rl.run.dial import listen
 from async_rl.run.exporter import Reading
+from async_rl.run.killpoints import reached
 from async_rl.run.process import PoolContext, pool_main
-from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, PeerLost, Received, Server
 from async_rl.wire.messages import (
     Batch,
     Cancel,
+    Checkpointed,
     Confirm,
     Confirmed,
     Drain,
@@ -37,7 +35,6 @@ from async_rl.wire.messages import (
     Finish,
     GiveBack,
     HandOver,
-    Introduce,
     Lease,
     Leases,
     Message,
@@ -55,12 +52,15 @@ from async_rl.wire.messages import (
     TakeOver,
     TrainerReady,
 )
-from async_rl.wire.payloads import pack_payloads, to_keep, unpack_payloads
+from async_rl.wire.payloads import pack_payloads
 from buffer import events
+from buffer.arrivals import read_results
+from buffer.attendance import Attendance
 from buffer.collector import collect_young_only
 from buffer.departures import Departures
 from buffer.observed import Observed
-from buffer.replay import Replay, rules_from_config
+from buffer.recorder import Recorder
+from buffer.rules import rules_from_config
 
 log = logging.getLogger("buffer")
 
@@ -76,24 +76,28 @@ class RunFailed(AsyncRLError):
 class Service:
     """`serve()` returns when the run is over, and raises RunFailed when it failed."""
 
-    def __init__(self, context: PoolContext, server: Server, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = context.config
+    def __init__(
+        self, context: PoolContext, server: Server, recorder: Recorder, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._server = server
-        self._clock = clock
+        self._recorder = recorder
+        shift = max(0.0, recorder.now - clock())  # of a machine that was started again
+        self._clock: Callable[[], float] = lambda: clock() + shift
         self._stopping, self._exporter, self._watchdog = context.stopping, context.exporter, context.watchdog
-        self._replay = Replay(rules_from_config(context.config))
-        self._observed = Observed(context.config, clock())
-        self._reference: dict[str, str] | None = None
-        self._trainer: str | None = None
-        self._trainer_lost = ""
-        self._ready: dict[str, NodeReady] = {}  # what each node said it is
-        self._admitted: set[str] = set()
-        self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
-        self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
+        self._replay = recorder.replay
+        self._steps = context.config.run.steps
+        self._observed = Observed(context.config, self._clock())
+        self._attendance = Attendance(
+            context.config, self._replay, self._apply, self._send, self._disconnect, self._clock()
+        )
+        self._recorded: dict[int, events.LendBatch] = {}  # for a trainer that has gone back
         self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
         self._results: list[events.ResultArrived] = []  # of this burst, not applied yet
-        self._departures = Departures(self._apply_for_node, self._send, self._ready.keys(), self._read_results)
+        self._departures = Departures(
+            self._attendance.say, self._send, self._attendance.ready.keys(), self._read_results
+        )
         self._finished: Finish | None = None
+        self._apply(events.BufferStarted(rules_from_config(context.config)))
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -108,8 +112,10 @@ class Service:
             for event in self._server.poll(POLL_S):
                 self._handle(event)
             self._apply_results()
+            reached("buffer.after-effects")
             if self._clock() >= next_tick:
                 self._apply(events.Ticked())
+                self._attendance.give_up_missing(self._clock())
                 self._check_trainer()
                 self._exporter.offer(self._clock(), self._reading)
                 next_tick = self._clock() + TICK_S
@@ -126,7 +132,7 @@ class Service:
         if isinstance(event, PeerLost):
             self._on_lost(event)
         elif isinstance(event, PeerJoined):
-            self._on_joined(event)
+            self._attendance.joined(event.peer)
         else:
             handler = self._handlers.get((type(event.message), event.role))
             if handler is None or not self._may_speak(event):
@@ -141,151 +147,68 @@ class Service:
         """One trainer drives a run: whoever else says it is one has to introduce itself first, and is refused then."""
         if event.role != "trainer" or isinstance(event.message, TrainerReady | StatusRequest):
             return True
-        return event.peer == self._trainer
+        return event.peer == self._attendance.trainer
 
     def _apply(self, event: events.AnyEvent) -> None:
-        """The only way into the rules. A journal would append `event` here, before anything is acknowledged."""
-        self._carry_out(self._replay.apply(event, self._clock()))
-
-    def _apply_for_node(self, node: str, event: events.AnyEvent) -> None:
-        """Hold what a node says until the trainer's fingerprint has admitted it."""
-        if node in self._admitted:
-            self._apply(event)
-        else:
-            self._held[node].append(event)
+        """The only way into the rules; when the effects are carried out, the journal has the event."""
+        self._carry_out(self._recorder.apply(event, self._clock()))
 
     # --- who takes part ----------------------------------------------------------------------------------------------
 
     def _on_node_ready(self, received: Received) -> None:
-        """A node introduces itself: whatever it said before, it said as somebody else."""
-        self._held.pop(received.peer, None)
-        self._ready[received.peer] = received.message
-        if self._reference is None:
-            log.info("node %s waits in joining: the trainer is not here yet", received.peer)
-        else:
-            self._admit(received.peer)
-
-    def _admit(self, node: str) -> None:
-        ready = self._ready[node]
-        differs = difference(self._reference or {}, ready.fingerprint)
-        if differs:
-            log.error("node %s refused: its set-up is not the trainer's: %s", node, differs)
-            self._disconnect(node, f"its set-up is not the trainer's: {differs}")
-            self._forget(node)
-            return
-        log.info("node %s joins (%s, %d slots)", node, ready.engine, ready.slots)
-        self._admitted.add(node)
-        self._apply(events.NodeJoined(node, ready.slots, ready.logprob_bound))
-        for event in self._held.pop(node, []):
-            self._apply(event)
+        self._attendance.node_ready(received.peer, received.message)
 
     def _on_trainer_ready(self, received: Received) -> None:
-        if self._trainer is not None and self._trainer != received.peer:
-            self._disconnect(received.peer, f"this run has a trainer already: {self._trainer}")
-            return
-        if self._trainer is not None:
-            error = f"a second trainer named {self._trainer} took the place of the first: go on with --resume"
-            self._stop_everyone(error, error)
-            return
-        message: TrainerReady = received.message
-        differs = difference(pacing(self._config), message.pacing, "the buffer")
-        if differs:
-            log.error("trainer %s refused: %s", received.peer, differs)
-            self._disconnect(received.peer, f"its config is not the buffer's: {differs}")
-            return
-        self._trainer, self._reference = received.peer, message.fingerprint
-        log.info("trainer %s is here", received.peer)
-        if message.progress is not None:
-            self._apply(events.Resumed(message.progress))
-        for node in list(self._ready):
-            self._admit(node)
-
-    def _on_joined(self, joined: PeerJoined) -> None:
-        if joined.peer in self._given_up:
-            self._given_up.discard(joined.peer)
-            self._send(joined.peer, Introduce("it was silent for too long, and its leases were given to others"))
-
-    def _on_lost(self, lost: PeerLost) -> None:
-        """A silent node loses its leases at once; a silent trainer has until the link gives its session up."""
-        log.warning("%s %s is gone: %s", lost.role, lost.peer, lost.reason)
-        if lost.role == "node":
-            if lost.peer in self._admitted:
-                self._apply(events.NodeLost(lost.peer, lost.reason))
-            self._forget(lost.peer)
-            if lost.peer in self._server.peers:  # it said no goodbye: its session may resume
-                self._given_up.add(lost.peer)
-        elif lost.peer == self._trainer:
-            self._trainer_lost = lost.reason
-            self._check_trainer()
+        """One that goes on from an earlier version is lent what was lent before, until it has caught up."""
+        version, confirmed = received.message.version, self._replay.confirmed_batches
+        if self._attendance.trainer_ready(received):
+            self._recorded = self._recorder.recorded(version) if version < confirmed else {}
 
     def _check_trainer(self) -> None:
-        if self._trainer is not None and self._trainer not in self._server.peers and self._finished is None:
-            error = f"the trainer {self._trainer} is gone: {self._trainer_lost}"
+        present = self._attendance.trainer in self._server.peers
+        error = self._attendance.why_no_trainer(present, self._clock())
+        if error and self._finished is None:
             self._stop_everyone(error, error)
 
-    def _forget(self, node: str) -> None:
-        self._admitted.discard(node)
-        for table in (self._ready, self._held, self._observed.wants):
-            table.pop(node, None)
+    def _on_lost(self, lost: PeerLost) -> None:
+        self._attendance.lost(lost, lost.peer in self._server.peers, self._clock())
+        self._observed.wants.pop(lost.peer, None)
+        self._check_trainer()
 
     # --- what nodes say ----------------------------------------------------------------------------------------------
 
     def _on_serving(self, received: Received) -> None:
         message: NodeServing = received.message
         self._observed.serving(received.peer, message.policy, self._clock())
-        self._apply_for_node(received.peer, events.NodeAttested(received.peer, message.policy, message.proof))
+        self._attendance.say(received.peer, events.NodeAttested(received.peer, message.policy, message.proof))
 
     def _on_holds(self, received: Received) -> None:
         message: NodeHolds = received.message
-        self._apply_for_node(received.peer, events.NodeHeld(received.peer, message.policy, message.proof))
+        self._attendance.say(received.peer, events.NodeHeld(received.peer, message.policy, message.proof))
 
     def _on_wants(self, received: Received) -> None:
         self._observed.wants[received.peer] = received.message
-        self._apply_for_node(received.peer, events.NodeWanted(received.peer, received.message.total_samples))
+        self._attendance.say(received.peer, events.NodeWanted(received.peer, received.message.total_samples))
 
     def _on_trouble(self, received: Received) -> None:
         message: NodeTrouble = received.message
         self._observed.trouble += 1
         log.error("node %s could not load policy %s: %s", received.peer, message.policy.short(), message.error)
         if message.refused:
-            self._apply_for_node(received.peer, events.NodeRefused(received.peer, message.policy, message.error))
+            self._attendance.say(received.peer, events.NodeRefused(received.peer, message.policy, message.error))
 
     def _on_results(self, received: Received) -> None:
-        results: list[Any] = self._results if received.peer in self._admitted else self._held[received.peer]
-        results += self._read_results(received)
+        results = self._read_results(received)
+        if received.peer in self._attendance.admitted:
+            self._results += results
+            return
+        for result in results:
+            self._attendance.say(received.peer, result)
 
     def _read_results(self, received: Received) -> list[events.ResultArrived]:
-        """The encoded trajectories of a message, as far as they can be read."""
-        message: Results | HandOver = received.message
-        encoded = message.trajectories if isinstance(message, Results) else message.prefixes
-        try:
-            payloads = unpack_payloads(encoded, received.blobs)
-        except ValueError as error:
-            log.error("what node %s sampled cannot be read: %s", received.peer, error)
-            self._observed.trouble += 1
-            return []
-        results = [self._result_event(received.peer, payload) for payload in to_keep(payloads)]
-        return [result for result in results if result is not None]
-
-    def _result_event(self, node: str, payload: bytes | memoryview) -> events.ResultArrived | None:
-        """Read the head of a trajectory, not its arrays. What cannot be read names no attempt: it is counted."""
-        try:
-            trajectory = decode_trajectory(payload)
-        except msgspec.MsgspecError as error:
-            log.error("node %s sent a trajectory that cannot be decoded: %s", node, error)
-            self._observed.trouble += 1
-            return None
-        problem = ""
-        try:
-            check_header(trajectory)
-            if len(payload) > self._largest_payload:
-                problem = f"{len(payload)} bytes, more than the {self._largest_payload} that were reserved for it"
-        except TrajectoryError as error:
-            problem = str(error)
-        of = trajectory
-        return events.ResultArrived(
-            node, of.lease, of.sample, of.status, of.reward, of.versions, of.n_tokens, payload, problem
-        )
+        results, broken = read_results(received, self._largest_payload)
+        self._observed.trouble += broken
+        return results
 
     def _apply_results(self) -> None:
         """What arrived in one burst is one event: lending and leasing are decided once for all of it."""
@@ -297,7 +220,7 @@ class Service:
 
     def _on_published(self, received: Received) -> None:
         policy: PolicyId = received.message.policy
-        self._observed.published(policy, self._admitted, self._clock())
+        self._observed.published(policy, self._attendance.admitted, self._clock())
         self._apply(events.PolicyRegistered(policy, received.message.proof))
 
     def _on_draw(self, received: Received) -> None:
@@ -312,9 +235,18 @@ class Service:
         message: EvalRequest = received.message
         self._apply(events.EvalRequested(message.policy, message.n, message.sampling, message.timeout_s))
 
+    def _on_checkpointed(self, received: Received) -> None:
+        self._apply(events.Checkpointed(received.message.version))
+
     def _on_finish(self, received: Received) -> None:
+        """The account is closed either way; but the journal of a run that is not at its last step stays open, so that
+        a resumed one goes on with all that is held here."""
         message: Finish = received.message
-        self._apply(events.RunFinished(message.reason))
+        finished = events.RunFinished(message.reason)
+        if self._replay.confirmed_batches >= self._steps:
+            self._apply(finished)
+        else:
+            self._carry_out(self._recorder.apply_unrecorded(finished, self._clock()))
         self._send(received.peer, Final(self.status()))
         self._stop_everyone(message.reason, message.error)
 
@@ -336,6 +268,8 @@ class Service:
                     self._send(node, Cancel((lease_id,), reason))
                 case events.LendBatch():
                     self._lend(effect)
+                case events.LendRecorded(batch):
+                    self._lend_recorded(batch)
                 case events.EvalFinished(policy, n, mean, cancelled, seconds):
                     self._to_trainer(EvalResult(policy, n, mean, cancelled, seconds))
                 case events.ResultRefused(node, lease_id, sample, reason):
@@ -360,6 +294,15 @@ class Service:
         inline, blobs = pack_payloads(lend.payloads)
         self._to_trainer(Batch(lend.batch, lend.for_version, lend.groups, inline), blobs)
 
+    def _lend_recorded(self, batch: int) -> None:
+        for before in [each for each in self._recorded if each < batch]:
+            del self._recorded[before]
+        if batch in self._recorded:
+            self._lend(self._recorded[batch])
+        else:
+            error = f"batch {batch} was confirmed, is asked for again, and is not in the journal: begin a new run"
+            self._stop_everyone(error, error)
+
     def _disconnect(self, peer: str, reason: str) -> None:
         try:
             self._server.disconnect(peer, reason)
@@ -367,8 +310,8 @@ class Service:
             log.info("%s", error)
 
     def _to_trainer(self, message: Batch | EvalResult, blobs: Sequence[bytes | memoryview] = ()) -> None:
-        if self._trainer is not None:
-            self._send(self._trainer, message, blobs)
+        if self._attendance.trainer:
+            self._send(self._attendance.trainer, message, blobs)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -387,10 +330,10 @@ class Service:
                     self._on_status(event)
 
     def status(self) -> Status:
-        return self._observed.status(self._replay, self._ready, self._trainer or "", self._clock())
+        return self._observed.status(self._replay, self._attendance.ready, self._attendance.trainer, self._clock())
 
     def _reading(self) -> Reading:
-        return self._observed.reading(self._replay, self._ready, self._trainer or "", self._server)
+        return self._observed.reading(self._replay, self._attendance.ready, self._attendance.trainer, self._server)
 
     _handlers: ClassVar[dict[tuple[type, str | None], Callable[[Service, Received], None]]] = {
         (NodeReady, "node"): _on_node_ready,
@@ -406,6 +349,7 @@ class Service:
         (PolicyPublished, "trainer"): _on_published,
         (Draw, "trainer"): _on_draw,
         (Confirm, "trainer"): _on_confirm,
+        (Checkpointed, "trainer"): _on_checkpointed,
         (EvalRequest, "trainer"): _on_eval,
         (Finish, "trainer"): _on_finish,
         (StatusRequest, "trainer"): _on_status,
@@ -417,10 +361,27 @@ def body(context: PoolContext) -> None:
     collect_young_only()
     server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
+    recorder = open_recorder(context)
     try:
-        Service(context, server).serve()
+        Service(context, server, recorder).serve()
     finally:
+        recorder.close()
         server.close()
+
+
+def open_recorder(context: PoolContext) -> Recorder:
+    """The run's journal, played through if there is one. Raises JournalError."""
+    started, directory, config = time.monotonic(), context.directory, context.config
+    recorder = Recorder(directory.journal, directory.run_id, rules_from_config(config), config.buffer.fsync)
+    if recorder.torn:
+        log.warning("cut off the journal's torn end: %d bytes of %s", recorder.torn.nbytes, recorder.torn.path)
+    if recorder.recovered_events:
+        log.info(
+            "recovered from %d events of the journal in %.1f s: %d batches confirmed, %d groups held",
+            recorder.recovered_events, time.monotonic() - started, recorder.replay.confirmed_batches,
+            recorder.replay.ready_groups,
+        )  # fmt: skip
+    return recorder
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from buffer.gauges import StoreGauges
 log = logging.getLogger("store")
 
 POLL_S = 0.1
+NOT_ANNOUNCED = 0
 PARTING_S = 5.0
 HASH_TIMEOUT_S = 600.0  # it waits for nobody, and takes half a second a gigabyte
 
@@ -61,9 +62,10 @@ def expired(stored: Sequence[StoredPolicy], pins: Iterable[PolicyId], max_stalen
 
 
 class PolicyFiles:
-    """The files and their index. All methods are synchronous; `add` returns when the policy is durable."""
+    """The files and their index. All methods are synchronous; `add` returns when the policy is durable. With
+    `keep` what an earlier process of this run has stored is there again; without it, it is deleted."""
 
-    def __init__(self, folder: Path, run: str, max_staleness: int) -> None:
+    def __init__(self, folder: Path, run: str, max_staleness: int, keep: bool = False) -> None:
         self._folder = folder
         self._run = run
         self._max_staleness = max_staleness
@@ -72,13 +74,22 @@ class PolicyFiles:
         self._order = 0
         self._expired = folder / "expired.part"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Left by an earlier session: a trainer that resumes publishes again what it starts from.
+        if keep:
+            self._stored = {entry.policy: entry for entry in self._read_index() if self._is_whole(entry)}
+            self._order = max((entry.order for entry in self._stored.values()), default=0)
+        kept = {self._path(policy) for policy in self._stored}
         for leftover in (*folder.glob("*.policy"), *folder.glob("*.part")):
-            leftover.unlink()
+            if leftover not in kept:
+                leftover.unlink()
 
     @property
     def newest(self) -> StoredPolicy | None:
+        """What was announced last."""
         return max(self._stored.values(), key=lambda entry: entry.order, default=None)
+
+    @property
+    def newest_order(self) -> int:
+        return self._order
 
     @property
     def sizes(self) -> dict[PolicyId, int]:
@@ -89,14 +100,22 @@ class PolicyFiles:
         return self._stored.get(policy)
 
     def add(self, upload: Upload, data: memoryview) -> StoredPolicy:
-        """Raises ValueError when the bytes are not those announced; the same policy again is stored once."""
+        """Raises ValueError when the bytes are not those announced; the same policy again is stored once. A version at
+        or below the newest (of a trainer that has gone back) is kept, and not announced: its order is 0."""
+        known = self._stored.get(upload.policy)
+        if known is not None and known.sha256 == upload.sha256:
+            return known
         path = self._path(upload.policy)
         partial = path.with_suffix(".part")
         if data.nbytes != upload.size or self._write(partial, data) != upload.sha256:
             partial.unlink(missing_ok=True)
             raise ValueError(f"policy {upload.policy.short()}: the bytes received are not those announced")
-        self._order += 1
-        entry = StoredPolicy(upload.policy, upload.kind, upload.size, upload.sha256, self._order)
+        newest = self.newest
+        is_news = newest is None or upload.policy.version > newest.policy.version
+        self._order += is_news
+        entry = StoredPolicy(
+            upload.policy, upload.kind, upload.size, upload.sha256, self._order if is_news else NOT_ANNOUNCED
+        )
         partial.replace(path)
         descriptor = os.open(self._folder, os.O_RDONLY)
         os.fsync(descriptor)  # the new name
@@ -126,6 +145,22 @@ class PolicyFiles:
     def pin(self, policy: PolicyId, pinned: bool) -> None:
         (self._pins.add if pinned else self._pins.discard)(policy)
         self._sweep()
+
+    def _read_index(self) -> list[StoredPolicy]:
+        """This run's entries, in order. The last line may be torn: its policy was not announced."""
+        entries = []
+        with suppress(FileNotFoundError), (self._folder / "index.jsonl").open() as index:
+            for line in index:
+                with suppress(ValueError, msgspec.MsgspecError):
+                    run, *entry = json.loads(line)
+                    if run == self._run:
+                        entries.append(msgspec.convert(entry, StoredPolicy))
+        return entries
+
+    def _is_whole(self, entry: StoredPolicy) -> bool:
+        """Its bytes are compared with their SHA-256 by whoever pulls them."""
+        path = self._path(entry.policy)
+        return path.is_file() and path.stat().st_size == entry.size
 
     def _write(self, path: Path, data: memoryview) -> str:
         """Durable when it returns, with the SHA-256 of the data. Writing and hashing take about as long, so both go on
@@ -211,7 +246,7 @@ class StoreService:
                 self._server.disconnect(peer, str(error))
             return
         for node, role in list(self._server.peers.items()):
-            if role == "node":
+            if role == "node" and entry.order == self._files.newest_order:
                 self._send(node, Announce(*entry))
         reached("store.after-announce")
         self._send(peer, Stored(upload.policy))
@@ -249,7 +284,9 @@ def body(context: PoolContext) -> None:
     directory = context.directory
     server = listen(context, directory.store_endpoint)
     log.info("policy store listens at %s", server.endpoint)
-    files = PolicyFiles(directory.adapters / "store", directory.run_id, context.config.buffer.max_staleness)
+    # Without the buffer's journal, what was trained after the checkpoint is void, and so are its policies.
+    keep = directory.journal.is_dir() and any(directory.journal.iterdir())
+    files = PolicyFiles(directory.adapters / "store", directory.run_id, context.config.buffer.max_staleness, keep)
     try:
         StoreService(context, server, files).serve()
     finally:

@@ -57,7 +57,7 @@ class Outcomes:
             status, problem = self._always or self._fate()
             reward = 1.0 if equal else float(sample)
             versions = job.versions if status == "ok" else ()
-            payload = cast(bytes, Payload(lease, sample, versions, size))
+            payload = cast(memoryview, Payload(lease, sample, versions, size))
             results.append(ResultArrived(node, lease, sample, status, reward, versions, job.tokens, payload, problem))
         return results
 

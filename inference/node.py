@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from async_rl.fingerprint import fingerprint
 from async_rl.run.dial import dial_services
@@ -94,6 +97,7 @@ class Node:
         self._next_step = 0.0
         self._outbox: list[Trajectory] = []
         self._ready = ready
+        self._life = secrets.token_hex(8)
         self._sessions = 0
         self._flipped: Flipped | None = None
         self._over: Stop | None = None
@@ -108,7 +112,7 @@ class Node:
             self._read_inbox(self._patience)
             if self._buffer.sessions > self._sessions:
                 self._sessions = self._buffer.sessions
-                self._introduce("the buffer has forgotten this node")
+                self._introduce("the buffer was started again, or has forgotten this node")
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
                 self._flipped = flipped
@@ -212,6 +216,8 @@ class Node:
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def _on_lease(self, lease: Lease) -> None:
+        if self._book.has(lease.lease):
+            return  # sent again, as the buffer could not know that it had come
         if self._departure.began:
             self._departure.refuse(lease)
         else:
@@ -252,16 +258,18 @@ class Node:
             raise EngineError(f"it is for version {lease.min_version} or newer, and {serving.short()} serves")
 
     def _introduce(self, reason: str = "") -> None:
-        """Say what this node is and serves; whatever it was doing for the buffer before is void."""
+        """Say what this node is, what it works on, and what it serves. The buffer answers with what it misses, and
+        cancels what is not its any more."""
         if reason:
-            log.warning("beginning again: %s", reason)
-        for lease_id in self._book.leases():
-            self._on_cancel(lease_id)
-        self._outbox.clear()
+            log.warning("introduced again: %s", reason)
         if self._departure.began:
             return
-        self._book.closed_training_samples = self._wanted = 0
-        self._buffer.send(self._ready)
+        self._send_results()  # first: what is sent is not held
+        self._buffer.send(
+            msgspec.structs.replace(
+                self._ready, life=self._life, holds=tuple(self._book.leases()), granted=self._book.granted
+            )
+        )
         if self._flipped is not None:
             self._report_flip(self._flipped)
 

@@ -109,6 +109,15 @@ class RolloutBook:
         """Every lease that is open here."""
         return list(self._open)
 
+    def has(self, lease: int) -> bool:
+        return lease in self._open
+
+    @property
+    def granted(self) -> int:
+        """Training samples that this node has been given so far, closed or not."""
+        training = (lease for lease, entry in self._open.items() if entry.lease.split == "train")
+        return self.closed_training_samples + sum(len(self._left[lease]) for lease in training)
+
     def sampled(self, completion: Completion) -> ToScore | Trajectory | None:
         """What to do with a completion: score it; report an abort; nothing when its lease was cancelled."""
         lease, _ = completion.key

@@ -80,9 +80,7 @@ class ModelRunner:
         self.forward.changed(slot)
 
     @torch.inference_mode()
-    def prefill(
-        self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], rows: IntArray, draws: Draws
-    ) -> Sampled:
+    def prefill(self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], rows: IntArray, draws: Draws) -> Sampled:
         """For each of n rows: compute its sequence from position 0 under a policy slot, store the keys and values, and
         sample the token that follows: tokens and their log-probabilities, float64[2, n]. Equal sequences are computed
         once."""

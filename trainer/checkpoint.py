@@ -118,6 +118,14 @@ def check_checkpoint(folder: Path, *, contents: bool = True) -> Manifest:
     return manifest
 
 
+def oldest_version(root: Path) -> int:
+    """Of the oldest checkpoint that is kept. Raises CheckpointError where there is none."""
+    folders = _folders(root)
+    if not folders:
+        raise CheckpointError(f"{root}: no checkpoint")
+    return int(folders[-1].name[1:])
+
+
 def _name(version: int) -> str:
     return f"v{version:08d}"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -22,6 +22,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
 from async_rl.wire.messages import (
     Batch,
+    Checkpointed,
     Confirm,
     Confirmed,
     Draw,
@@ -29,6 +30,7 @@ from async_rl.wire.messages import (
     EvalResult,
     Final,
     Finish,
+    Message,
     Progress,
     SamplingParams,
     Status,
@@ -40,7 +42,8 @@ from async_rl.wire.messages import (
 from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
 from trainer.batches import TrainingBatch, prepare
-from trainer.checkpoint import find_latest, write_checkpoint
+from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
+from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
 from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
 from trainer.records import batch_record, pools_record, sample_records, samples_due
@@ -50,16 +53,11 @@ from trainer.trackers import Records, RecordWriter, open_trackers
 log = logging.getLogger("learner")
 
 REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
-SLICE_S = 0.5  # how often a long wait looks whether the trainer is to stop
-STATUS_EVERY_S = 1.0  # how often the state of the pools is asked for, to be recorded
-
-
-class Interrupted(AsyncRLError):
-    """The trainer was asked to stop; it has checkpointed."""
 
 
 class State(msgspec.Struct):
-    """What a checkpoint keeps beside the backend's own files."""
+    """What a checkpoint keeps beside the backend's own files. `progress` is for the case that the buffer's journal is
+    lost."""
 
     version: int = 0
     digest: str = ""
@@ -77,10 +75,10 @@ class Learner:
         store: Client,
         metrics: RecordWriter,
         samples: MetricsWriter,
+        fingerprint: dict[str, str],
     ) -> None:
         self._config = context.config
         self._directory = context.directory
-        self._stopping = context.stopping
         self._watchdog = context.watchdog
         self._backend = backend
         self._state = state
@@ -89,18 +87,21 @@ class Learner:
         self._store = store
         self._metrics = metrics
         self._samples = samples
-        self._status_asked = 0.0
         self._pushes_seen = 0
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
-        self._evaluating: list[PolicyId] = []
+        self._evaluating: dict[PolicyId, EvalRequest] = {}
         self._push_bytes = 0
+        self._fingerprint = fingerprint
+        self._life = secrets.token_hex(8)
+        self._talk = Dialogue(buffer, self._introduction, self._take_in_passing, context.stopping, context.watchdog)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def learn(self) -> None:
         """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError, FloatingPointError."""
         state, steps = self._state, self._config.run.steps
+        self._talk.introduce()
         self._publish()
         self._evaluate_if_due()
         try:
@@ -137,24 +138,50 @@ class Learner:
             self._await_evaluations()
         except Interrupted:
             self._checkpoint()
-            raise
+            raise Interrupted(f"stopped at version {state.version}") from None
+
+    def _introduction(self) -> list[Message]:
+        """Who this is, where it goes on, and what the buffer still owes it."""
+        me = TrainerReady(
+            self._fingerprint, pacing(self._config), self._state.progress, self._life, self._state.version
+        )
+        return [me, *self._evaluating.values()]
+
+    def _take_in_passing(self, message: Message) -> None:
+        """What the buffer says whatever the trainer waits for. Raises AsyncRLError when it stops the run."""
+        if isinstance(message, Stop):
+            raise AsyncRLError(message.error or f"the buffer ended the run: {message.reason}")
+        if isinstance(message, EvalResult):
+            self._on_eval_result(message)
+        if isinstance(message, Status):
+            self._on_status(message)
+
+    @property
+    def _patience_s(self) -> float:
+        """For answers that the buffer gives at once, unless it has to be started again first."""
+        return self._config.buffer.trainer_timeout
 
     def _draw(self, for_version: int) -> Received:
-        """Ask once, wait in slices; the buffer sends the batch as soon as the rules allow."""
-        self._buffer.send(Draw(for_version))
+        """Wait in slices; the buffer sends the batch as soon as the rules allow."""
         timeout = self._config.run.draw_timeout
+        awaiting = f"a batch for version {for_version}"
         try:
-            return self._receive(Batch, timeout, f"a batch for version {for_version}", interruptible=True)
+            return self._talk.ask(
+                Draw(for_version), Batch, timeout, awaiting, interruptible=True,
+                wanted=lambda batch: batch.batch == for_version,
+            )  # fmt: skip
         except LinkTimeout as error:
-            self._buffer.send(StatusRequest())
-            waiting = self._receive(Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
+            waiting = self._talk.ask(StatusRequest(), Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
             raise LinkTimeout(f"{error}; the buffer says: {waiting}") from error
 
     def _confirm(self, drawn: Batch, batch: TrainingBatch) -> None:
         """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is. Not
         interruptible: weights that have moved belong to the next version, and so does the buffer's progress."""
-        self._buffer.send(Confirm(drawn.batch, batch.dispositions))
-        confirmed: Confirmed = self._receive(Confirmed, REPLY_TIMEOUT_S, f"the closing of batch {drawn.batch}").message
+        received = self._talk.ask(
+            Confirm(drawn.batch, batch.dispositions), Confirmed, self._patience_s,
+            f"the closing of batch {drawn.batch}", wanted=lambda confirmed: confirmed.batch == drawn.batch,
+        )  # fmt: skip
+        confirmed: Confirmed = received.message
         self._state.progress = confirmed.progress
         self._state.version += 1
 
@@ -182,11 +209,13 @@ class Learner:
             return
         sampling = SamplingParams(run.eval_temperature, self._config.inference.max_new_tokens)
         self._publisher.pin(self._policy, True)
-        self._evaluating.append(self._policy)
-        self._buffer.send(EvalRequest(self._policy, run.eval_samples, sampling, run.eval_timeout))
+        request = EvalRequest(self._policy, run.eval_samples, sampling, run.eval_timeout)
+        self._evaluating[self._policy] = request
+        self._buffer.send(request)
 
     def _on_eval_result(self, result: EvalResult) -> None:
-        self._evaluating.remove(result.policy)
+        if self._evaluating.pop(result.policy, None) is None:
+            return  # reported before the buffer was started again, and once more after that
         self._publisher.pin(result.policy, False)
         outcome = {
             "version": result.policy.version, "reward": result.mean_reward, "n": result.n, "cancelled": result.cancelled
@@ -197,39 +226,9 @@ class Learner:
 
     def _await_evaluations(self) -> None:
         while self._evaluating:
-            waiting = self._evaluating[0].short()
+            request = next(iter(self._evaluating.values()))
             timeout = self._config.run.eval_timeout + REPLY_TIMEOUT_S
-            self._receive(EvalResult, timeout, f"the evaluation of {waiting}", interruptible=True)
-
-    # --- waiting -----------------------------------------------------------------------------------------------------
-
-    def _receive(self, kind: type[Any], timeout_s: float, awaiting: str, *, interruptible: bool = False) -> Received:
-        """The next message of a kind; evaluation results are taken in passing. Raises LinkTimeout, Interrupted (where
-        allowed), and AsyncRLError when the buffer stops the run."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._watchdog.beat(f"waits for {awaiting} from the buffer")
-            if interruptible and self._stopping.is_set():
-                raise Interrupted(f"stopped at version {self._state.version}")
-            if self._buffer.sessions > 1:
-                raise AsyncRLError("the buffer was started again and remembers nothing of this: go on with --resume")
-            self._ask_status_if_due()
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                received = self._buffer.receive(min(SLICE_S, left), awaiting)
-            except LinkTimeout as timeout:
-                if left > SLICE_S:
-                    continue
-                raise LinkTimeout(f"waited {timeout_s:.0f} s for {awaiting} from the buffer") from timeout
-            message = received.message
-            if isinstance(message, Stop):
-                raise AsyncRLError(message.error or f"the buffer ended the run: {message.reason}")
-            if isinstance(message, EvalResult):
-                self._on_eval_result(message)
-            if isinstance(message, Status):
-                self._on_status(message)
-            if isinstance(message, kind):
-                return received
+            self._talk.receive(EvalResult, timeout, f"the evaluation of {request.policy.short()}", interruptible=True)
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
@@ -243,6 +242,7 @@ class Learner:
         state = msgspec.to_builtins(self._state, str_keys=True)
         with self._watchdog.working(f"writes the checkpoint of version {self._state.version}"):
             write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
+        self._buffer.send(Checkpointed(oldest_version(self._directory.checkpoints)))
 
     def _record(
         self, batch: TrainingBatch, result: StepResult, published: Published, seconds: dict[str, float]
@@ -265,13 +265,6 @@ class Learner:
             for record in sample_records(batch, step):
                 self._samples.write(record)
 
-    def _ask_status_if_due(self) -> None:
-        """What the pools are doing is recorded here, where the metrics are: nodes may be on any machine."""
-        now = time.monotonic()
-        if now - self._status_asked >= STATUS_EVERY_S:
-            self._status_asked = now
-            self._buffer.send(StatusRequest())
-
     def _on_status(self, status: Status) -> None:
         self._metrics.write({"time_s": self._time_s(), "pools": pools_record(status, self._pushes_seen)})
         self._pushes_seen = status.pushes
@@ -285,8 +278,9 @@ class Learner:
         give any more: that must not cost a finished run its results."""
         self._tell(self._store, Finish(reason, error), REPLY_TIMEOUT_S)
         try:
-            self._buffer.send(Finish(reason, error))
-            final: Final = self._receive(Final, REPLY_TIMEOUT_S, "the buffer's closing account").message
+            final: Final = self._talk.ask(
+                Finish(reason, error), Final, REPLY_TIMEOUT_S, "the buffer's closing account"
+            ).message
         except AsyncRLError as lost:
             log.warning("no closing account from the buffer: %s", lost)
             return None
@@ -349,8 +343,7 @@ def body(context: PoolContext) -> None:
         buffer, store = dial_services(context, "trainer")
         metrics.listen(TrainerGauges(context.exporter, {"buffer": buffer, "store": store}))
         try:
-            buffer.send(TrainerReady(fingerprint(config, path), pacing(config), state.progress))
-            run_learner(Learner(context, backend, state, buffer, store, metrics, samples))
+            run_learner(Learner(context, backend, state, buffer, store, metrics, samples, fingerprint(config, path)))
         finally:
             store.close()
             buffer.close()

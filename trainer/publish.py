@@ -17,6 +17,7 @@ from async_rl.wire.messages import PinPolicy, PolicyPublished, Stored, Upload
 
 STORE_TIMEOUT_S = 60.0
 PUBLISH_LIMIT_S = 3 * STORE_TIMEOUT_S  # the waits of `publish` together, each of which has a message of its own
+SLICE_S = 0.5  # how often a wait looks whether the store was started again
 
 
 class Published(NamedTuple):
@@ -30,6 +31,8 @@ class Publisher:
     def __init__(self, buffer: Client, store: Client) -> None:
         self._buffer = buffer
         self._store = store
+        self._sessions = store.sessions
+        self._pinned: set[PolicyId] = set()
 
     def publish(self, policy: PolicyId, path: Path) -> Published:
         started = time.monotonic()
@@ -37,19 +40,33 @@ class Publisher:
         self._buffer.send(PolicyPublished(policy))
         # Not just sent but handled: a node that serves the policy may speak to the buffer over a faster connection.
         self._buffer.flush(STORE_TIMEOUT_S)
-        self._store.send(Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest()), [data])
+        upload = Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest())
+        self._store.send(upload, [data])
         reached("trainer.after-upload")
-        self._await_stored(policy)
+        self._await_stored(upload, data)
         return Published(len(data), (time.monotonic() - started) * 1e3)
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
+        (self._pinned.add if pinned else self._pinned.discard)(policy)
         self._store.send(PinPolicy(policy, pinned))
 
-    def _await_stored(self, policy: PolicyId) -> None:
+    def _await_stored(self, upload: Upload, data: bytes) -> None:
         deadline = time.monotonic() + STORE_TIMEOUT_S
-        awaiting = f"the store's word that policy {policy.short()} is stored"
+        awaiting = f"the store's word that policy {upload.policy.short()} is stored"
         while (left := deadline - time.monotonic()) > 0:
-            message = self._store.receive(left, awaiting).message
-            if isinstance(message, Stored) and message.policy == policy:
+            try:
+                message = self._store.receive(min(SLICE_S, left), awaiting).message
+            except LinkTimeout:
+                self._look_for_a_new_store(upload, data)
+                continue
+            if isinstance(message, Stored) and message.policy == upload.policy:
                 return
         raise LinkTimeout(f"waited {STORE_TIMEOUT_S:.0f} s for {awaiting}")
+
+    def _look_for_a_new_store(self, upload: Upload, data: bytes) -> None:
+        """One that was started again may have stored the policy and not said so, and has forgotten the pins."""
+        if self._store.sessions > self._sessions:
+            self._sessions = self._store.sessions
+            for policy in self._pinned:
+                self._store.send(PinPolicy(policy, True))
+            self._store.send(upload, [data])

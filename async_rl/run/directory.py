@@ -4,7 +4,7 @@ config.toml    as resolved; runs as it is
 run.json       run id and endpoints, and in which folder the keys lie; never a key
 token          0600: who can read it may join
 metrics.jsonl  samples.jsonl  summary.json  report.html  learning_curve.png
-logs/  adapters/  checkpoints/  prometheus/  tensorboard/  wandb/
+logs/  adapters/  checkpoints/  journal/  prometheus/  tensorboard/  wandb/
 """
 
 from __future__ import annotations
@@ -186,6 +186,11 @@ class RunDirectory:
     @property
     def adapters(self) -> Path:
         return self.path / "adapters"
+
+    @property
+    def journal(self) -> Path:
+        """The buffer's: what it needs to go on where it was."""
+        return self.path / "journal"
 
     @property
     def checkpoints(self) -> Path:

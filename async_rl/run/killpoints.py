@@ -18,6 +18,11 @@ from async_rl.errors import AsyncRLError
 VARIABLE = "ASYNC_RL_KILL_AT"
 
 POINTS = {
+    "buffer.before-append": "the rules know of an event, the journal does not",
+    "buffer.after-append": "the journal has an event, nobody has heard what follows from it",
+    "buffer.after-effects": "what follows was sent, the event is not acknowledged",
+    "buffer.segment-begun": "the journal has a new segment, beside the old one",
+    "buffer.segment-deleted": "one of the segments that nobody needs is gone",
     "store.before-index": "the policy's file is whole and durable, the index does not name it yet",
     "store.after-index": "the index names the policy, nobody has heard of it",
     "store.after-announce": "the nodes were told, the trainer was not",

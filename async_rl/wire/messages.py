@@ -7,7 +7,7 @@ new SCHEMA. Who sends what:
     node    -> buffer   NodeReady, NodeServing, NodeHolds, NodeTrouble, NodeWants, Results, NodeDraining,
                         GiveBack, HandOver
     buffer  -> node     Leases, Cancel, Introduce, Drain, TakeOver, Stop
-    trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, EvalRequest, Finish
+    trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, Checkpointed, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
     tool    -> buffer   StatusRequest, Drain     buffer -> tool      Status, DrainAnswer
     trainer -> store    Upload, PinPolicy        store  -> trainer   Stored
@@ -97,13 +97,18 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeReady(Message, frozen=True, array_like=True, tag=True):
-    """First message of a node: what it runs. `fingerprint` maps a part of the set-up to its hash; `logprob_bound` is
+    """First message of a node, and of every later session of it: what it runs. `fingerprint` maps a part of the set-up
+    to its hash. `life` names the node's process; `holds` are the leases it works on, `granted` the training samples it
+    has had so far: the buffer sends what it misses, and cancels what is not its any more. `logprob_bound` is
     how far, in nats, its engine's log-probabilities may be from the trainer's."""
 
     engine: Label
     slots: Annotated[int, Meta(ge=1, le=1 << 20)]
     fingerprint: Fingerprint
     logprob_bound: float = 0.0
+    life: str = ""
+    holds: tuple[int, ...] = ()
+    granted: Annotated[int, Meta(ge=0)] = 0
 
 
 class NodeServing(Message, frozen=True, array_like=True, tag=True):
@@ -160,7 +165,7 @@ class Cancel(Message, frozen=True, array_like=True, tag=True):
 
 
 class Introduce(Message, frozen=True, array_like=True, tag=True):
-    """The buffer has given this node up meanwhile: drop every lease and begin again with NodeReady."""
+    """The buffer has given this node up meanwhile: begin again with NodeReady."""
 
     reason: str
 
@@ -225,8 +230,9 @@ class TakeOver(Message, frozen=True, array_like=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of the buffer until there is a journal: tickets below `next_ticket` that are not in
-    `open_tickets` are spent; `open_tickets` maps the others to their try. Undrawn tickets are leased again."""
+    """What a checkpoint keeps of the buffer, for the case that its journal is lost: tickets below `next_ticket` that
+    are not in `open_tickets` are spent; `open_tickets` maps the others to their try. Undrawn tickets are leased
+    again."""
 
     next_ticket: Count
     open_tickets: dict[Count, Count]
@@ -237,12 +243,15 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class TrainerReady(Message, frozen=True, array_like=True, tag=True):
-    """First message of the trainer; its fingerprint is the reference for every node, and its `pacing` must be the
-    buffer's. `progress` resumes a run."""
+    """First message of the trainer, and of every later session of it; its fingerprint is the reference for every node,
+    and its `pacing` must be the buffer's. It goes on from `version`; `life` names its process. A buffer without a
+    journal takes up `progress`."""
 
     fingerprint: Fingerprint
     pacing: Fingerprint
     progress: Progress | None = None
+    life: str = ""
+    version: Annotated[int, Meta(ge=0)] = 0
 
 
 class PolicyPublished(Message, frozen=True, array_like=True, tag=True):
@@ -276,7 +285,7 @@ class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
 
 class Batch(Message, frozen=True, array_like=True, tag=True):
     """The trajectories of all groups, back to back, as the nodes encoded them (see wire/payloads.py). Lent: the same
-    batch is sent again unchanged until it is confirmed."""
+    batch is sent again unchanged until it is confirmed, and after that to a trainer that has gone back."""
 
     batch: int
     for_version: int
@@ -300,6 +309,13 @@ class Confirm(Message, frozen=True, array_like=True, tag=True):
 class Confirmed(Message, frozen=True, array_like=True, tag=True):
     batch: int
     progress: Progress
+
+
+class Checkpointed(Message, frozen=True, array_like=True, tag=True):
+    """The trainer's checkpoints are durable, the oldest that it keeps being of `version`: it will never ask for a batch
+    below that again."""
+
+    version: Annotated[int, Meta(ge=0)]
 
 
 class EvalRequest(Message, frozen=True, array_like=True, tag=True):
@@ -450,8 +466,8 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
 
 AnyMessage = (
     NodeReady | NodeServing | NodeHolds | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
-    | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | EvalRequest | EvalResult | Finish | Final
-    | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
+    | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | Checkpointed | EvalRequest | EvalResult
+    | Finish | Final | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
     | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver
 )  # fmt: skip
 

@@ -29,6 +29,7 @@ from buffer.events import (
 from buffer.leases import EVAL_TICKET
 from buffer.replay import Replay
 from buffer.rules import Rules
+from buffer.snapshot import dump, load
 
 GROUP_BYTES = 1000
 
@@ -122,6 +123,8 @@ class Play:
     def apply(self, event: AnyEvent) -> list[Effect]:
         effects = self.replay.apply(event, self.now)
         audit(self.replay)
+        snapshot = dump(self.replay)
+        assert dump(load(snapshot, self.rules)) == snapshot
         return effects
 
     def publish(self, digest: str = "") -> PolicyId:
@@ -154,7 +157,7 @@ class Play:
             "reward": float(sample),
             "versions": (VersionRun(policy.version, policy.digest, 5),),
             "n_tokens": 5,
-            "payload": f"{lease.lease}/{sample}".encode(),
+            "payload": memoryview(f"{lease.lease}/{sample}".encode()),
             **changes,
         }
         return self.apply(ResultArrived(**values))

@@ -104,13 +104,15 @@ def test_evaluations_wait_their_turn_and_each_has_its_own_time(tools):
     play = tools.play()
     play.node("a", slots=2)
     (first,) = evals(tools, request(play, 1))
+    assert evals(tools, request(play, 1)) == []  # the same again is the same
+    play.publish()
     assert evals(tools, request(play, 1)) == []
     play.now = 29.0
     effects = play.result(first, 0)
     (second,) = evals(tools, effects)
     play.now = 31.0
     assert tools.of(EvalFinished, play.apply(Ticked())) == []
-    assert "the evaluation of 0-d0 waits for 1 of 1 samples" in play.replay.waiting(play.now)
+    assert "the evaluation of 1-d1 waits for 1 of 1 samples" in play.replay.waiting(play.now)
     (finished,) = tools.of(EvalFinished, play.result(second, 0))
     assert finished.seconds == 2.0
 

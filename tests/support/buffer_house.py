@@ -38,6 +38,8 @@ from async_rl.wire.messages import (
     Results,
     TrainerReady,
 )
+from buffer.recorder import Recorder
+from buffer.rules import rules_from_config
 from buffer.service import Service
 
 RUN, TOKEN, HEARTBEAT = "r1", "t" * 64, 0.1
@@ -73,7 +75,8 @@ class House:
         self.watchdog = Watchdog()
         server = Server(self.endpoint, run=RUN, token=TOKEN, name="buffer", heartbeat_s=HEARTBEAT)
         self.config = config_from_table(table, "test")
-        self.service = Service(Context(self.config, self.stopping, Exporter(), self.watchdog), server)
+        self.recorder = Recorder(folder / "journal", RUN, rules_from_config(self.config), "never")
+        self.service = Service(Context(self.config, self.stopping, Exporter(), self.watchdog), server, self.recorder)
         self.failure: BaseException | None = None
         self._server = server
         self._clients: list[Client] = []
@@ -86,6 +89,7 @@ class House:
         except BaseException as error:
             self.failure = error
         finally:
+            self.recorder.close()
             self._server.close()
 
     def client(self, role: Any, name: str) -> Client:

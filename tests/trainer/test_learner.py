@@ -15,13 +15,12 @@ from buffer_house import FINGERPRINT, RUN, TOKEN, House, deliver
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import Config
-from async_rl.fingerprint import pacing
 from async_rl.policy.adapter import write_adapter
 from async_rl.run.metrics import MetricsWriter, read_metrics, steps_of
 from async_rl.run.process import StopEvent
 from async_rl.run.watchdog import Watchdog
 from async_rl.wire.link import Client, Server
-from async_rl.wire.messages import Leases, NodeReady, NodeServing, NodeWants, Stop, TrainerReady
+from async_rl.wire.messages import Leases, NodeReady, NodeServing, NodeWants, Stop
 from buffer.store import PolicyFiles, StoreService
 from trainer.backend import Sample, StepResult
 from trainer.checkpoint import find_latest
@@ -95,10 +94,9 @@ class Run:
         self.store = Client(store_endpoint, run=RUN, token=TOKEN, role="trainer", name="trainer", peer="store")
         self._threads[0].start()
         self.store.connect(10.0)
-        self.buffer.send(TrainerReady(FINGERPRINT, pacing(config)))
         context: Any = self.context
         writers = [MetricsWriter(path) for path in (context.directory.metrics_path, context.directory.samples_path)]
-        self.learner = Learner(context, self.backend, State(), self.buffer, self.store, *writers)
+        self.learner = Learner(context, self.backend, State(), self.buffer, self.store, *writers, FINGERPRINT)
         node = threading.Thread(target=self._work, daemon=True)
         self._threads.append(node)
         node.start()

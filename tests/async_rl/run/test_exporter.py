@@ -48,9 +48,7 @@ def test_a_scrape_finds_the_newest_reading_under_prometheus_names(served: tuple[
     for seconds in (0.05, 0.1, 0.5, 7.0):
         pushes.observe(seconds)
     exporter.publish({GROUPS: 1})
-    exporter.publish(
-        {GROUPS: 3, TOKENS: 1234, PLACES: {"leased": 5, "ready": 0}, PUSH: pushes.read(), UNKNOWN: None}
-    )
+    exporter.publish({GROUPS: 3, TOKENS: 1234, PLACES: {"leased": 5, "ready": 0}, PUSH: pushes.read(), UNKNOWN: None})
     samples = scrape(address)
     assert {name: value for name, value in samples.items() if name.startswith("async_rl_")} == {
         "async_rl_test_groups": 3,

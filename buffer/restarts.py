@@ -1,0 +1,93 @@
+"""A process of the run that is started again: what may follow on what.
+
+    BufferStarted   the first event of each life of the service, by its present rules
+    TrainerJoined   a trainer at version 0, or at its checkpoint's: what was lent since is lent to it again
+    Checkpointed    from here on nobody goes back beyond that version
+
+These handlers belong to `buffer.replay.Replay`, and change its state as its own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from async_rl.wire.messages import Lease
+from buffer.events import BufferStarted, Checkpointed, Effect, TrainerJoined
+from buffer.leases import EvalLease, LeaseRecord
+from buffer.rules import Rules
+
+if TYPE_CHECKING:
+    from buffer.replay import Replay
+
+FIXED = ("run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling")
+"""Rules that tickets which exist already were made by."""
+
+
+def why_not_adopted(old: Rules, new: Rules) -> str:
+    """Why a buffer that has worked by `old` rules cannot go on by the `new` ones; empty when it can."""
+    differ = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
+    if not differ:
+        return ""
+    values = "; ".join(f"{name} was {getattr(old, name)}, and is {getattr(new, name)}" for name in differ)
+    return f"the journal was written by other rules: {values}: resume with the old ones, or begin a new run"
+
+
+def why_no_such_trainer(version: int, confirmed: int, covered: int) -> str:
+    """Why a trainer that goes on from `version` cannot be served; empty when it can. The journal has every batch from
+    the newest checkpoint that the trainer spoke of (`covered`) to the last one confirmed."""
+    if version > confirmed:
+        return (
+            f"the trainer goes on from version {version}, but the buffer's journal ends after {confirmed} batches: it "
+            "belongs to an older state of this run, or was cut"
+        )
+    if version < covered:
+        return (
+            f"the trainer goes on from version {version}, but a checkpoint of version {covered} has been written, and "
+            "the batches before it are gone: resume from that one"
+        )
+    return ""
+
+
+def buffer_started(replay: Replay, event: BufferStarted, now: float, effects: list[Effect]) -> None:
+    problem = why_not_adopted(replay.rules, event.rules)
+    if problem:
+        replay.end(problem, effects)
+        return
+    replay.rules = rules = event.rules
+    replay.groups.adopt(rules)
+    replay.leases.timeout = rules.lease_timeout
+    replay.evaluations.adopt(rules.eval_share, rules.max_tries)
+
+
+def trainer_joined(replay: Replay, event: TrainerJoined, now: float, effects: list[Effect]) -> None:
+    problem = why_no_such_trainer(event.version, replay.confirmed_batches, replay.covered)
+    if problem:
+        replay.end(problem, effects)
+    else:
+        replay.trainer, replay.draw_pending = event, False
+
+
+def checkpointed(replay: Replay, event: Checkpointed, now: float, effects: list[Effect]) -> None:
+    replay.covered = max(replay.covered, min(event.version, replay.confirmed_batches))
+
+
+def open_leases(replay: Replay, node: str) -> list[Lease]:
+    """What a node owes, as it would be granted now: for one that may have missed the first message. O(its leases)."""
+    known = replay.nodes.get(node)
+    return [_message_again(replay, replay.open(lease)) for lease in sorted(known.leases)] if known else []
+
+
+def _message_again(replay: Replay, lease: LeaseRecord) -> Lease:
+    if not isinstance(lease, EvalLease):
+        return replay.message_of(lease, replay.groups.by_ticket[lease.ticket], lease.samples)
+    current = replay.evaluations.current
+    assert current is not None
+    return replay.evaluation_message(lease, current.tries.get(lease.instance, 0), current.sampling)
+
+
+HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {
+    BufferStarted: buffer_started,
+    TrainerJoined: trainer_joined,
+    Checkpointed: checkpointed,
+}
