@@ -31,6 +31,7 @@ Status = Literal["ok", "env_failed", "aborted"]
 EXTRA_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"})
 IDS, LOGPROBS, MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
 BYTES_PER_TOKEN = 4 + 4 + 1
+LARGEST_VERSION = (1 << 31) - 1  # versions of tokens are int32 arrays
 MAX_EXTRA_DIMENSIONS = 8  # far below numpy's own limit, at which a view cannot be made
 
 
@@ -197,11 +198,19 @@ def check_header(trajectory: Trajectory) -> None:
     for header in trajectory.segments:
         if header.n_tokens < 1:
             raise TrajectoryError(f"attempt {trajectory.attempt}: a segment of {header.n_tokens} tokens")
+        sampled = 0
         for run in header.versions:
-            if run.count < 1 or run.version < 0:
+            if run.count < 1 or not 0 <= run.version <= LARGEST_VERSION:
                 raise TrajectoryError(
-                    f"attempt {trajectory.attempt}: a version run with a count below 1 or a negative version"
+                    f"attempt {trajectory.attempt}: a version run with a count below 1, or a version that is none"
                 )
+            sampled += run.count
+        if sampled > header.n_tokens:
+            raise TrajectoryError(
+                f"attempt {trajectory.attempt}: {header.n_tokens} tokens in a segment, {sampled} version stamps"
+            )
+        if len({extra.name for extra in header.extras}) < len(header.extras):
+            raise TrajectoryError(f"attempt {trajectory.attempt}: two extras of one name")
         for extra in header.extras:
             _check_extra(trajectory.attempt, header.n_tokens, extra)
         declared += header.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -14,10 +15,13 @@ from buffer.events import ResultArrived
 
 log = logging.getLogger("buffer")
 
+NOTHING = memoryview(b"")
 
-def read_results(received: Received, largest: int) -> tuple[list[ResultArrived], int]:
+
+def read_results(received: Received, largest: int, holder: Callable[[int], str]) -> tuple[list[ResultArrived], int]:
     """The encoded trajectories of a message, and how many things in it could not be read. One of more than `largest`
-    bytes, and one that contradicts itself, is an event with a problem: its attempt is known."""
+    bytes, and one that contradicts itself, is an event with a problem: its attempt is known. Only of those that are
+    under a lease of their sender (`holder` of its number) the payload is kept, here and in the journal."""
     message: Results | HandOver = received.message
     encoded = message.trajectories if isinstance(message, Results) else message.prefixes
     try:
@@ -25,24 +29,41 @@ def read_results(received: Received, largest: int) -> tuple[list[ResultArrived],
     except ValueError as error:
         log.error("what node %s sampled cannot be read: %s", received.peer, error)
         return [], 1
-    read = [_result(received.peer, memoryview(payload), largest) for payload in to_keep(payloads)]
-    results = [result for result in read if result is not None]
+    read = [read_attempt(received.peer, memoryview(payload), largest) for payload in to_keep(payloads)]
+    results = [
+        result if holder(result.lease) == result.node else msgspec.structs.replace(result, payload=NOTHING)
+        for result in read
+        if result is not None
+    ]
     return results, len(read) - len(results)
 
 
-def _result(node: str, payload: memoryview, largest: int) -> ResultArrived | None:
-    """None for what cannot be read: it names no attempt."""
+class _Named(msgspec.Struct, frozen=True, array_like=True):
+    """How a Trajectory begins: which attempt it is of."""
+
+    lease: int
+    sample: int
+
+
+_name_decoder = msgspec.msgpack.Decoder(_Named)
+
+
+def read_attempt(node: str, payload: memoryview, largest: int) -> ResultArrived | None:
+    """The head of an encoded trajectory. Of a larger one than `largest` only the name is read, as it might decode to a
+    hundred times its size. None for what cannot be read: it names no attempt."""
     try:
-        trajectory = decode_trajectory(payload)
-    except msgspec.MsgspecError as error:
+        if len(payload) > largest:
+            named = _name_decoder.decode(payload)
+            problem = f"{len(payload)} bytes, more than the {largest} that were reserved for it"
+            return ResultArrived(node, named.lease, named.sample, "ok", 0.0, (), 0, NOTHING, problem)
+        of = decode_trajectory(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.error("node %s sent a trajectory that cannot be decoded: %s", node, error)
         return None
     problem = ""
     try:
-        check_header(trajectory)
-        if len(payload) > largest:
-            problem = f"{len(payload)} bytes, more than the {largest} that were reserved for it"
+        check_header(of)
     except TrajectoryError as error:
         problem = str(error)
-    of = trajectory
-    return ResultArrived(node, of.lease, of.sample, of.status, of.reward, of.versions, of.n_tokens, payload, problem)
+    kept = NOTHING if problem else payload
+    return ResultArrived(node, of.lease, of.sample, of.status, of.reward, of.versions, of.n_tokens, kept, problem)

@@ -8,7 +8,7 @@ it is held. Nothing here decides about attempts: that is for the rules, who hear
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from async_rl.config import Config
@@ -21,11 +21,13 @@ from buffer.restarts import open_leases
 
 log = logging.getLogger("buffer")
 
+MAX_HELD = 256  # things that one node may say before the trainer is here
 RETURN_HEARTBEATS = 6  # how long nodes of before have to come back to a buffer that was started again
 
 
 class Attendance:
-    """`apply`, `send` and `disconnect` are the service's; times are on its clock."""
+    """`apply`, `send` and `disconnect` are the service's; times are on its clock. `strays` counts what was said before
+    the trainer came, beyond MAX_HELD of one node, and not heard."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Attendance:
         send: Callable[[str, Message], None],
         disconnect: Callable[[str, str], None],
         now: float,
+        strays: Counter[str],
     ) -> None:
         self._config = config
         self._replay = replay
@@ -42,6 +45,7 @@ class Attendance:
         self.ready: dict[str, NodeReady] = {}
         """What each node that is here said it is."""
         self._held: dict[str, list[events.AnyEvent]] = defaultdict(list)  # of nodes that wait for the trainer
+        self._strays = strays
         self._given_up: set[str] = set()  # nodes that fell silent, and may come back with the same session
         known = {view.name for view in replay.nodes.views() if view.state != "gone"}
         self._admitted: set[str] = set(known)
@@ -63,8 +67,10 @@ class Attendance:
         """What a node says, held until the trainer's fingerprint has admitted it."""
         if node in self._admitted:
             self._apply(event)
-        else:
+        elif len(self._held[node]) < MAX_HELD:
             self._held[node].append(event)
+        else:
+            self._strays["too_early"] += 1
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,10 @@ BOUND = Metric("gauge", "async_rl_buffer_max_staleness_versions", "The bound: bu
 BATCHES = Metric("counter", "async_rl_buffer_confirmed_batches_total", "Batches in the weights' lineage.")
 PUSH = Metric("histogram", "async_rl_buffer_push_seconds", "From a policy's publication to a node that serves it.")
 
+REFUSED = Metric(
+    "counter", "async_rl_link_refused_total", "Connections, hellos and frames that were not let in, by kind.", "kind"
+)
+
 POLICIES = Metric("gauge", "async_rl_store_policies", "Policies kept.")
 STORED_BYTES = Metric("gauge", "async_rl_store_policy_bytes", "Their files' bytes.")
 STORE_NEWEST = Metric("gauge", "async_rl_store_newest_version", "The newest policy version that was announced.")
@@ -85,5 +89,6 @@ class StoreGauges:
             STORE_NEWEST: newest.version if newest else None,
             PULLS: self._pulls,
             SERVED_BYTES: self._served_bytes,
+            REFUSED: server.counters.copy(),
             **link_reading({"store": server}),
         }

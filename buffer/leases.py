@@ -157,6 +157,11 @@ class Leases:
         page = self._pages.get(lease // PAGE)
         return None if page is None else page.records[lease % PAGE]
 
+    def holder(self, lease: int) -> str:
+        """Whose lease it is, if it is open; empty otherwise."""
+        record = self.find(lease)
+        return "" if record is None else record.holder.name
+
     def close(self, record: LeaseRecord) -> None:
         """Nothing is owed under it any more."""
         page = self._pages[record.lease // PAGE]

@@ -3,6 +3,7 @@ the reading for Prometheus."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Observed:
 
     def __init__(self, config: Config, now: float) -> None:
         self.trouble = 0
+        self.strays: Counter[str] = Counter()  # messages that cost their count and no more, by a few kinds
         self.wants: dict[str, NodeWants] = {}
         self._config = config
         self._started = now
@@ -101,11 +103,12 @@ class Observed:
             gauges.BOUND: self._config.buffer.max_staleness,
             gauges.BATCHES: replay.confirmed_batches,
             gauges.PUSH: self._push_seconds.read(),
+            gauges.REFUSED: server.counters.copy(),
             **link_reading({"buffer": server}),
         }
 
     def _outside(self, replay: Replay) -> dict[str, int]:
-        return replay.outside | ({"trouble": self.trouble} if self.trouble else {})
+        return replay.outside | self.strays | ({"trouble": self.trouble} if self.trouble else {})
 
     def _node(self, name: str, ready: NodeReady, view: NodeView | None) -> NodeStatus:
         wants = self.wants.get(name)

@@ -66,6 +66,7 @@ log = logging.getLogger("buffer")
 
 TICK_S = 0.25  # how often deadlines are looked at
 POLL_S = 0.05  # the longest sleep in the socket; bounds how late a tick can be
+MAX_BACKLOG = 10_000  # messages that a peer has not acknowledged, while it goes on asking
 PARTING_S = 5.0  # how long the peers have to say goodbye after the end
 
 
@@ -88,8 +89,9 @@ class Service:
         self._steps = context.config.run.steps
         self._observed = Observed(context.config, self._clock())
         self._attendance = Attendance(
-            context.config, self._replay, self._apply, self._send, self._disconnect, self._clock()
-        )
+            context.config, self._replay, self._apply, self._send, self._disconnect, self._clock(),
+            self._observed.strays,
+        )  # fmt: skip
         self._recorded: dict[int, events.LendBatch] = {}  # for a trainer that has gone back
         self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
         self._results: list[events.ResultArrived] = []  # of this burst, not applied yet
@@ -137,6 +139,10 @@ class Service:
             handler = self._handlers.get((type(event.message), event.role))
             if handler is None or not self._may_speak(event):
                 log.warning("%s sent %s, which is not for it to send", event.peer, type(event.message).__name__)
+                self._observed.strays["misplaced"] += 1
+            elif self._server.backlog(event.peer) > MAX_BACKLOG:
+                self._observed.strays["unread_answers"] += 1
+                self._disconnect(event.peer, f"it asks on and on, and has left {MAX_BACKLOG} answers unread")
             else:
                 handler(self, event)
 
@@ -206,7 +212,7 @@ class Service:
             self._attendance.say(received.peer, result)
 
     def _read_results(self, received: Received) -> list[events.ResultArrived]:
-        results, broken = read_results(received, self._largest_payload)
+        results, broken = read_results(received, self._largest_payload, self._replay.leases.holder)
         self._observed.trouble += broken
         return results
 

@@ -30,6 +30,7 @@ import async_rl
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run import killpoints
+from async_rl.run.calm_log import CalmFilter
 from async_rl.run.directory import RunDirectory
 from async_rl.run.exporter import Exporter
 from async_rl.run.pages import keep_pages
@@ -179,6 +180,8 @@ def _prepare_logging(level: int) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(CalmFilter())
     for name in (*HOUSE, "async_rl", "__main__"):
         logging.getLogger(name).setLevel(level)
     faulthandler.enable()

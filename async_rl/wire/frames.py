@@ -6,6 +6,7 @@ sequence number 0; a client is anonymous to the server until its Hello was welco
 
 from __future__ import annotations
 
+import socket as unix
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -289,3 +290,24 @@ def receive_frames(socket: zmq.Socket[bytes]) -> tuple[memoryview, list[memoryvi
         frame = socket.recv(NOBLOCK, copy=False)
         blobs.append(frame.buffer)
     return head, blobs
+
+
+def bind(socket: zmq.Socket[Any], endpoint: str) -> str:
+    """Bind and return the actual endpoint; raises LinkError."""
+    advice = (
+        "another run may still use it: stop that one, or set another endpoint (tcp://127.0.0.1:* takes any free port)"
+    )
+    if endpoint.startswith("ipc://") and _is_served(endpoint.removeprefix("ipc://")):
+        # libzmq would take the path away from the server that listens there.
+        raise LinkError(f"cannot listen on {endpoint}: address already in use; {advice}")
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        what = "address already in use; " + advice if error.errno == zmq.EADDRINUSE else error.strerror
+        raise LinkError(f"cannot listen on {endpoint}: {what}") from error
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def _is_served(path: str) -> bool:
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket as unix
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -39,6 +37,7 @@ from async_rl.wire.frames import (
     Refused,
     Unknown,
     Welcome,
+    bind,
     credit_size,
     link_frame,
     next_frame,
@@ -58,6 +57,8 @@ from async_rl.wire.session import Report, Session, Verdict
 
 BURST_MESSAGES = 64  # per poll (or two a peer): larger bursts were slower, their memory is fresh each time
 KEEP_LOST_HEARTBEATS = 60  # how long a lost peer's session waits for it to resume
+STRANGERS_BYTES = 4 << 10  # more than any Hello; what is larger is not looked at before its sender has said one
+MAX_PEERS = 1 << 14  # far more than anybody has machines
 REMEMBERED_REFUSALS = 1024  # disconnected clients that still get to read why
 GATHER_S = 0.0003  # under a stream of messages: a burst of one costs nearly as much as a burst of ten
 BLOCKED_RETRY_S = 0.002  # a ROUTER cannot wait for room towards one peer
@@ -138,7 +139,7 @@ class Server:
         set_common_options(self._socket, endpoint)
         self._door = Door(self._context, self._socket, self.counters, run=run, token=token, keys=keys)
         try:
-            self._endpoint = _bind(self._socket, endpoint)
+            self._endpoint = bind(self._socket, endpoint)
         except LinkError:
             self._door.close()
             self._socket.close()
@@ -190,6 +191,11 @@ class Server:
         known.session.enqueue(payload, payload.size, bool(payload.blobs))
         self._pump(known, time.monotonic())
 
+    def backlog(self, peer: str) -> int:
+        """Messages that were sent to a client and are not acknowledged; 0 for one that is not known."""
+        known = self._peers.get(peer)
+        return known.session.unacknowledged if known is not None else 0
+
     def acknowledge(self) -> None:
         """Tell the senders that what was delivered so far is safe here."""
         if not self._handled:
@@ -240,12 +246,16 @@ class Server:
     def _on_frames(self, route: bytes, head: memoryview, blobs: list[memoryview], now: float) -> None:
         peer = self._routes.get(route)
         self.bytes_received += len(head) + (sum(map(len, blobs)) if blobs else 0)
+        if peer is None and (blobs or len(head) > STRANGERS_BYTES):
+            # Decoded, it might be a hundred times as large. One that has lost its session says hello when told.
+            self._on_stranger(route, self.run, 0)
+            return
         try:
             envelope = read_envelope(head, len(blobs))
             if peer is not None and envelope.seq and envelope.epoch == peer.epoch:
                 self._on_message(peer, envelope, blobs, now)
             elif envelope.seq:
-                self._on_stranger(route, envelope)
+                self._on_stranger(route, envelope.run, envelope.epoch)
             else:
                 self._on_link(route, peer, envelope, key_of(head), now)
         except BadFrame as bad:
@@ -270,9 +280,9 @@ class Server:
             self._handled.add(peer)
             self._events += [Received(peer.name, message, blobs, peer.role) for message in read_messages(bodies)]
 
-    def _on_stranger(self, route: bytes, envelope: Envelope) -> None:
-        self.counters["unknown_peer"] += 1
-        self._answer(route, Unknown(envelope.epoch, forgotten=False))
+    def _on_stranger(self, route: bytes, run: str, epoch: int) -> None:
+        self.counters["unknown_peer" if run == self.run else "wrong_run"] += 1
+        self._answer(route, Unknown(epoch, forgotten=False))
 
     def _on_link(self, route: bytes, peer: _Peer | None, envelope: Envelope, key: str, now: float) -> None:
         if envelope.schema != SCHEMA and peer is None:
@@ -289,7 +299,7 @@ class Server:
         if isinstance(message, Hello):
             self._on_hello(route, envelope, message, key, now)
         elif peer is None or envelope.epoch != peer.epoch:
-            self._on_stranger(route, envelope)
+            self._on_stranger(route, envelope.run, envelope.epoch)
         elif isinstance(message, Bye):
             self._lose(peer, message.reason)
             self._forget(peer)
@@ -332,6 +342,8 @@ class Server:
         if reason is not None:
             return "refused_before", reason
         peer = self._peers.get(hello.name)
+        if peer is None and len(self._peers) >= MAX_PEERS:
+            return "too_many", f"{self.name} has {MAX_PEERS} clients already"
         if peer is not None and (peer.role, peer.key) != (hello.role, key):
             # Else whoever may come in as a node could take the trainer's place, or that of a node with another key.
             return "name_taken", f"{hello.name!r} is the name of another client of {self.name}: choose another"
@@ -477,24 +489,3 @@ class Server:
             del self._peers[peer.name]
         for group in (self._handled, self._owing, self._ready):
             group.discard(peer)
-
-
-def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
-    """Bind and return the actual endpoint; raises LinkError."""
-    advice = (
-        "another run may still use it: stop that one, or set another endpoint (tcp://127.0.0.1:* takes any free port)"
-    )
-    if endpoint.startswith("ipc://") and _is_served(endpoint.removeprefix("ipc://")):
-        # libzmq would take the path away from the server that listens there.
-        raise LinkError(f"cannot listen on {endpoint}: address already in use; {advice}")
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        what = "address already in use; " + advice if error.errno == zmq.EADDRINUSE else error.strerror
-        raise LinkError(f"cannot listen on {endpoint}: {what}") from error
-    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-
-
-def _is_served(path: str) -> bool:
-    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
-        return probe.connect_ex(path) == 0

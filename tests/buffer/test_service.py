@@ -9,11 +9,26 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_house import FINGERPRINT, PATIENCE_S, V0, V1, House, answer, confirm, deliver, receive, take_leases
+import zmq
+from buffer_house import (
+    FINGERPRINT,
+    PATIENCE_S,
+    RUN,
+    TOKEN,
+    V0,
+    V1,
+    House,
+    answer,
+    confirm,
+    deliver,
+    receive,
+    take_leases,
+)
 
 from async_rl.fingerprint import pacing
 from async_rl.trajectory import encode_trajectory
 from async_rl.version import PolicyId
+from async_rl.wire import frames
 from async_rl.wire.link import Client, LinkError, LinkRefused
 from async_rl.wire.messages import (
     Batch,
@@ -23,6 +38,7 @@ from async_rl.wire.messages import (
     Final,
     Finish,
     Introduce,
+    Lease,
     Leases,
     NodeReady,
     NodeServing,
@@ -36,7 +52,12 @@ from async_rl.wire.messages import (
     TrainerReady,
 )
 from async_rl.wire.payloads import BLOB_BYTES
+from async_rl.wire.session import Report
+from buffer import service as service_module
+from buffer.attendance import MAX_HELD
 from buffer.service import RunFailed
+
+FORGED = Lease(10**6, 0, 0, 0, "train", (0,), (1,), 0, SamplingParams(1.0, 4))
 
 
 @pytest.fixture
@@ -238,3 +259,58 @@ def test_a_role_cannot_say_what_is_not_for_it_to_say(house):
     assert status.newest == V0
     with pytest.raises(LinkError):
         trainer.receive(0.3, "a Final that must not come")
+
+
+def test_what_a_peer_says_out_of_place_is_counted_and_shown(house):
+    made = house()
+    trainer, node = made.trainer(), made.node()
+    for _ in range(3):
+        node.send(Finish("forged"))
+    node.flush(5.0)
+    trainer.send(StatusRequest())
+    assert receive(trainer, Status).message.outside == {"misplaced": 3}
+
+
+def test_a_node_that_waits_for_the_trainer_can_say_only_so_much(house):
+    made = house()
+    node = made.node()
+    for _ in range(1000):
+        node.send(NodeWants(4))
+    node.flush(5.0)
+    made.trainer()
+    node.send(NodeServing(V0, 3, 1.0))
+    assert len(take_leases(node, 4)) == 2
+    tool = made.client("tool", "tool")
+    tool.send(StatusRequest())
+    assert receive(tool, Status).message.outside["too_early"] == 1000 + 2 - MAX_HELD
+
+
+def test_results_of_a_node_that_is_not_admitted_change_nothing(house):
+    made = house()
+    node = made.node()
+    node.send(Results((msgspec.Raw(encode_trajectory(answer(FORGED, 0, V0))),)))
+    node.flush(5.0)
+    trainer = made.trainer()
+    trainer.send(StatusRequest())
+    status: Status = receive(trainer, Status).message
+    assert status.outside["unknown_attempt"] == 1
+    assert status.ready_groups == 0
+
+
+def test_who_asks_on_and_on_and_reads_nothing_is_disconnected(house, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_BACKLOG", 50)
+    made = house()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as tool:
+        tool.setsockopt(zmq.LINGER, 0)
+        tool.setsockopt(zmq.RCVTIMEO, 5000)
+        tool.connect(made.endpoint)
+        hello = frames.Hello("tool", "tool", TOKEN, 0, 0, 1.0)
+        tool.send(frames.link_frame(RUN, "tool", 5, Report(0, 1), hello))  # credit for one answer, and no more
+        ask = frames.payload_of(StatusRequest(), ())
+        for seq in range(1, 100):
+            tool.send(frames.head_frame(RUN, "tool", 5, seq, Report(0, 1), ask))
+        said = None
+        while not isinstance(said, frames.Refused):
+            envelope = frames.read_envelope(tool.recv(), 0)
+            said = None if envelope.seq else frames.read_link_message(envelope)
+    assert "50 answers unread" in said.reason

@@ -14,10 +14,13 @@ import pytest
 import zmq
 
 from async_rl.errors import AsyncRLError
+from async_rl.wire import server as server_module
 from async_rl.wire.door import shown
+from async_rl.wire.frames import Ping, Unknown, head_frame, link_frame, payload_of, read_envelope, read_link_message
 from async_rl.wire.keys import ALLOWED, DialKeys, ServiceKeys, dial_keys, make_keys
 from async_rl.wire.link import Client, LinkRefused, LinkTimeout, PeerLost, Received, Server
 from async_rl.wire.messages import Draw
+from async_rl.wire.session import Report
 
 TOKEN = "a-token-that-nobody-guesses"
 
@@ -212,3 +215,55 @@ def test_a_name_that_a_log_could_not_show_is_refused(house: Any, name: str) -> N
 
 def test_libzmq_here_has_curve() -> None:
     assert zmq.has("curve")
+
+
+def stranger(endpoint: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(endpoint)
+    return socket
+
+
+def test_a_large_frame_of_a_stranger_is_not_even_decoded(house: Any) -> None:
+    """As one frame of small messages, a list of a million nothings would become a hundred times its size."""
+    made = house(None)
+    head = link_frame("run-a", "x", 1, Report(0, 0), Ping())[:-1]
+    nothings = b"\x9c" + head[1:] + b"\x00\xdd" + (1_000_000).to_bytes(4, "big") + b"\xc0" * 1_000_000
+    unknown = stranger(made.server.endpoint)
+    for frames in ([nothings], [b"x", b"y"], [b"x" * 5000] * 3):
+        unknown.send_multipart(frames)
+        assert unknown.poll(5000)
+        answer = read_link_message(read_envelope(unknown.recv(), 0))
+        assert isinstance(answer, Unknown)
+    assert made.server.counters == {"unknown_peer": 3}
+    unknown.close()
+
+
+def test_a_frame_of_another_run_is_counted_as_such(house: Any) -> None:
+    made = house(None)
+    unknown = stranger(made.server.endpoint)
+    unknown.send(head_frame("run-b", "x", 5, 1, Report(0, 0), payload_of(Draw(1), ())))
+    assert made.count("wrong_run") == 1
+    unknown.close()
+
+
+def test_a_server_has_room_for_so_many_clients(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_PEERS", 2)
+    made = house(None)
+    assert talks(made.client(name="a"))
+    assert talks(made.client(name="b"))
+    with pytest.raises(LinkRefused, match="2 clients already"):
+        made.client(name="c").connect(10)
+    assert made.count("too_many") == 1
+    assert talks(made.client(name="a"))  # in the place of the first
+
+
+def test_what_a_client_leaves_unread_can_be_asked_for(house: Any) -> None:
+    made = house(None)
+    client = made.client()
+    assert talks(client)
+    assert made.server.backlog("nobody") == 0
+    deadline = time.monotonic() + 10
+    while made.server.backlog("n") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert made.server.backlog("n") == 0

@@ -557,7 +557,7 @@ def hostile_messages() -> list[list[bytes]]:
         [msgspec.msgpack.encode([*envelope, {"not": "a hello"}])],
         [msgspec.msgpack.encode([*envelope, ["hello", "emperor", "mallory", "secret", 0, 0, 1.0]])],  # no such role
         [msgspec.msgpack.encode(["xyz", *envelope[1:], ["ping"]])],
-        [msgspec.msgpack.encode([*envelope[:8], "hello", ["hello", "node", "n" * 5000, "secret", 0, 0, 1.0]])],
+        [msgspec.msgpack.encode([*envelope[:8], "hello", ["hello", "node", "n" * 2000, "secret", 0, 0, 1.0]])],
     ]
 
 
@@ -577,9 +577,7 @@ def test_garbage_from_a_stranger_costs_counters_and_nothing_else(closing: Any) -
     assert served.joins_and_losses() == [PeerJoined("node-1", "node")]
     assert served.thread.is_alive()
     assert dict(served.server.peers) == {"node-1": "node"}
-    assert {"undecodable", "unknown_peer", "wrong_token", "wrong_magic", "wrong_blobs", "wrong_name"} <= set(
-        served.server.counters
-    )
+    assert {"undecodable", "unknown_peer", "wrong_token", "wrong_magic", "wrong_name"} <= set(served.server.counters)
 
 
 def raw_member(endpoint: str, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
