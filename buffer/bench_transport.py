@@ -34,6 +34,7 @@ def arms(load: Load) -> dict[str, Callable[[], Measures]]:
         "multiprocessing queue": partial(measure_queue, load),
         "link: ingest": partial(measure_ingest, load, coalesced=False),
         "link: ingest + draw": partial(measure_draw, load, coalesced=False),
+        "link: ingest, journal": partial(measure_ingest, load, coalesced=False, journal=True),
     }
     if per_message(load, coalesced=True) > 1:
         found["link: ingest, coalesced"] = partial(measure_ingest, load, coalesced=True)

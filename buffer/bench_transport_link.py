@@ -12,6 +12,9 @@ each measurement, and every attempt must be accounted for by what was delivered.
     ingest + draw  a trainer process draws batch after batch, decodes, checks the headers, builds the arrays into the
                    same ring as the raw arm's receiver, samples, confirms, and publishes the next version, which the
                    nodes then serve: what is timed is a steady state, by what the trainer has taken in.
+
+Both measure the link, the rules and the forwarding, so the service writes no journal (bench_transport_service.py);
+`ingest, journal` is the first with the service as it is in a run. Its journal is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from async_rl.config import Config, batch_bytes, config_from_table, load_config
 from async_rl.errors import AsyncRLError
@@ -69,7 +70,7 @@ from async_rl.wire.messages import (
     StatusRequest,
     TrainerReady,
 )
-from async_rl.wire.payloads import unpack_payloads
+from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from buffer.bench_transport_arms import (
     END_S,
     START_S,
@@ -104,7 +105,7 @@ def policy(version: int) -> PolicyId:
 class House:
     """A run directory and the buffer's process in it."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, journal: bool) -> None:
         self.config = config
         self.directory = RunDirectory.create(folder / "run", config)
         self.path = self.directory.path
@@ -112,8 +113,8 @@ class House:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "buffer.service", "--config", str(self.directory.config_path),
-                    "--dir", str(self.path), "--name", "buffer",
+                    sys.executable, "-P", "-m", "buffer.service" if journal else "buffer.bench_transport_service",
+                    "--config", str(self.directory.config_path), "--dir", str(self.path), "--name", "buffer",
                 ],
                 env=child_environment(), stderr=log, stdout=log,
             )  # fmt: skip
@@ -130,7 +131,7 @@ class House:
 
 
 @contextmanager
-def house(tokens: int, max_staleness: int) -> Iterator[House]:
+def house(tokens: int, max_staleness: int, journal: bool = False) -> Iterator[House]:
     """A buffer that has room for all that the bound admits."""
     table: dict[str, Any] = {
         "run": {"name": "bench", "steps": STEPS},
@@ -139,13 +140,13 @@ def house(tokens: int, max_staleness: int) -> Iterator[House]:
         "inference": {"max_context": tokens},
         "buffer": {
             "endpoint": "tcp://127.0.0.1:*", "store_endpoint": "tcp://127.0.0.1:*", "max_staleness": max_staleness,
-            "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "capacity_bytes": 1 << 60,
+            "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "capacity_bytes": 1 << 60, "fsync": "never",
         },
     }  # fmt: skip
     config = config_from_table(table, "bench transport")
     room = {**table["buffer"], "capacity_bytes": (max_staleness + 2) * batch_bytes(config)}
     folder = Path(tempfile.mkdtemp(prefix="async-rl-bench-"))
-    made = House(config_from_table({**table, "buffer": room}, "bench transport"), folder)
+    made = House(config_from_table({**table, "buffer": room}, "bench transport"), folder, journal)
     try:
         yield made
         made.check()
@@ -225,11 +226,12 @@ class Node:
 
     def _deliver(self) -> None:
         """One message with the next trajectories that are owed."""
-        results: list[msgspec.Raw] = []
+        results: list[bytes] = []
         while self._owed and len(results) < self._per_message:
             lease, sample = self._owed.popleft()
-            results.append(msgspec.Raw(encode_trajectory(self._answer(lease, sample, next(self._arrays)))))
-        self._link.send(Results(tuple(results)))
+            results.append(encode_trajectory(self._answer(lease, sample, next(self._arrays))))
+        inline, blobs = pack_payloads(results)
+        self._link.send(Results(inline), blobs)
         self._delivered += len(results)
         self._all_delivered[self._seed] = self._delivered
 
@@ -316,10 +318,10 @@ def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: A
         crew.start(node_main, made.path, load, per_message(load, coalesced), seed, version, delivered)
 
 
-def measure_ingest(load: Load, coalesced: bool) -> Measures:
+def measure_ingest(load: Load, coalesced: bool, journal: bool = False) -> Measures:
     """FILLS timed rounds after one that is not, in which all memory is touched; load's times do not apply."""
     batches = math.ceil(FILL_BYTES / (BATCH * load.nbytes))
-    with Crew() as crew, house(load.tokens, batches - 1) as made:
+    with Crew() as crew, house(load.tokens, batches - 1, journal) as made:
         version, delivered = shared(crew, load)
         link = dial(made.path, "trainer", "trainer")
         trainer = Trainer(link, made.config, lambda trajectory: None)

@@ -269,16 +269,24 @@ def send_frames(socket: zmq.Socket[bytes], head: bytes, blobs: Sequence[bytes | 
     """Send one multi-part message without blocking and return its bytes; raises zmq.Again when there is no room (then
     nothing was sent)."""
     size = len(head)
-    if not blobs:
-        socket.send(head, NOBLOCK, copy=size < ZERO_COPY_BYTES)
-        return size
-    socket.send(head, NOBLOCK_MORE, copy=size < ZERO_COPY_BYTES)
+    socket.send(head, NOBLOCK_MORE if blobs else NOBLOCK, copy=size < ZERO_COPY_BYTES)
     last = len(blobs) - 1
     for index, blob in enumerate(blobs):
         flags = NOBLOCK if index == last else NOBLOCK_MORE
-        socket.send(blob, flags, copy=len(blob) < ZERO_COPY_BYTES)
+        if (frame := as_it_came(blob)) is not None:
+            socket.send(frame, flags, copy=False)
+        else:
+            socket.send(blob, flags, copy=len(blob) < ZERO_COPY_BYTES)
         size += len(blob)
     return size
+
+
+def as_it_came(blob: bytes | memoryview) -> zmq.Frame | None:
+    """The received frame that a blob is a view of, if it is all of it: libzmq counts who still needs its memory, so it
+    is sent on for the price of a counter."""
+    if isinstance(blob, bytes) or not isinstance(blob.obj, zmq.Frame) or len(blob.obj) != len(blob):
+        return None
+    return blob.obj
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> tuple[memoryview, list[memoryview]]:

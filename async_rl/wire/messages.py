@@ -1,6 +1,6 @@
 """Every message that crosses a socket, and the envelope around it.
 
-One msgpack frame carries one envelope; what is larger than a megabyte follows as frames of its own ("blobs"). The
+One msgpack frame carries one envelope; large payloads follow as frames of their own ("blobs"). The
 structs are arrays on the wire (no field names), so a field may only be appended, with a default; anything else is a
 new SCHEMA. Who sends what:
 

@@ -152,6 +152,24 @@ def test_20_mb_go_there_and_back_unchanged_as_views(closing: Any) -> None:
     assert node.bytes_received > len(blob)
 
 
+def test_a_forwarded_frame_is_not_copied_and_a_part_of_one_is_sent_as_that_part(closing: Any) -> None:
+    blob = os.urandom(2 << 20)
+    arrived: list[bool] = []
+
+    def answer(server: Server, event: Received) -> None:
+        whole = event.blobs[0]
+        arrived.extend(frames.as_it_came(each) is not None for each in (whole, whole.cast("B"), whole[1:], blob))
+        server.send(event.peer, event.message, [whole, whole[1:-1], bytes(whole[:3])])
+
+    served = closing(Served(answer=answer))
+    node = closing(client(served.endpoint))
+    node.connect(5)
+    node.send(Stop("large"), [blob])
+    received = node.receive(20, "the blobs")
+    assert arrived == [True, True, False, False]
+    assert [bytes(each) for each in received.blobs] == [blob, blob[1:-1], blob[:3]]
+
+
 def test_ipc_works_and_its_socket_is_removed_on_close(closing: Any) -> None:
     directory = make_ipc_directory()
     path = directory / "buffer"
