@@ -1,6 +1,7 @@
 # make run     set up, then the quickstart: a tiny model learns on this machine in a few minutes
 # make test    set up, then the tests
 # make test-slow    the tests that build compiled code or run every benchmark
+# make test-faults  the tests that kill, stop and start processes for minutes
 # make lint    ruff and mypy
 # make wheel-test    the built wheel, installed elsewhere, among modules with our packages' names
 # make clean   what was built; .venv and runs stay
@@ -13,16 +14,19 @@ READY := $(VENV)/.ready
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow setup lint wheel-test clean
+.PHONY: run test test-slow test-faults setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-faults: setup
+	$(BIN)/python -m pytest -m faults $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

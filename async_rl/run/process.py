@@ -9,6 +9,7 @@ Exit code 0 is done; anything else failed, with one line as the last of stderr t
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import faulthandler
 import logging
@@ -41,7 +42,7 @@ PARENT_VARIABLE = "ASYNC_RL_PARENT_DEATH"  # the launcher's process id: end when
 TERMINATED_EXIT = 128 + signal.SIGTERM
 ORPHAN_GRACE = 10.0  # seconds that a process whose launcher died has to end in good order
 ORPHAN_POLL = 0.5
-EXIT_GRACE = 5.0  # seconds that a process which is done has for its threads
+EXIT_GRACE = 5.0  # seconds that a process which is done has for what is registered to be done at exit
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = logging.getLogger("async_rl.process")
@@ -231,14 +232,18 @@ def _last_words(message: str) -> int:
 
 
 def _leave(code: int, directory: RunDirectory | None) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End the process, without taking its modules apart: with torch that takes up to two seconds on a busy machine, of
+    a grace that is perhaps two, and a SIGTERM in the middle of it would make another exit code of a good one."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = os.environ.get(PARENT_VARIABLE)
     if directory is not None and parent is not None and os.getppid() != int(parent):
         # The launcher was killed, so the last of its processes takes away what it would have.
         directory.remove_sockets(only_empty=True)
-    # A thread of a library that never ends must not keep a process that is done.
+    # What a library does at exit must not keep a process that is done.
     timer = threading.Timer(EXIT_GRACE, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
