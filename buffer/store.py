@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from async_rl.proof import CANARY
 from async_rl.run.dial import listen
 from async_rl.run.exporter import Reading
 from async_rl.run.killpoints import reached
@@ -47,7 +48,8 @@ class StoredPolicy(NamedTuple):
 
 def expired(stored: Sequence[StoredPolicy], pins: Iterable[PolicyId], max_staleness: int) -> list[StoredPolicy]:
     """The retention rule: keep what is at most max_staleness + 1 behind the newest *announced* version (one more than
-    the bound, for a node whose pull began before the newest arrived), the newest itself, and what is pinned."""
+    the bound, for a node whose pull began before the newest arrived), the newest itself, what is pinned, and
+    the canary."""
     if not stored:
         return []
     newest = max(stored, key=lambda entry: entry.order)
@@ -56,6 +58,7 @@ def expired(stored: Sequence[StoredPolicy], pins: Iterable[PolicyId], max_stalen
         entry
         for entry in stored
         if entry is not newest
+        and entry.kind != CANARY
         and entry.policy not in pinned
         and entry.policy.version < newest.policy.version - max_staleness - 1
     ]
@@ -84,8 +87,13 @@ class PolicyFiles:
 
     @property
     def newest(self) -> StoredPolicy | None:
-        """What was announced last."""
-        return max(self._stored.values(), key=lambda entry: entry.order, default=None)
+        """What a node should serve. None before the first announcement."""
+        announced = [entry for entry in self._stored.values() if entry.order]
+        return max(announced, key=lambda entry: entry.order, default=None)
+
+    @property
+    def canary(self) -> StoredPolicy | None:
+        return next((entry for entry in self._stored.values() if entry.kind == CANARY), None)
 
     @property
     def newest_order(self) -> int:
@@ -101,7 +109,9 @@ class PolicyFiles:
 
     def add(self, upload: Upload, data: memoryview) -> StoredPolicy:
         """Raises ValueError when the bytes are not those announced; the same policy again is stored once. A version at
-        or below the newest (of a trainer that has gone back) is kept, and not announced: its order is 0."""
+        or below the newest (of a trainer that has gone back) is kept, and not announced: its order is 0. So what is
+        announced later always has the higher version, and to compare the versions that two policies were served under
+        is to compare when they were announced. The canary is announced beside them, with the order 0 too."""
         known = self._stored.get(upload.policy)
         if known is not None and known.sha256 == upload.sha256:
             return known
@@ -111,7 +121,7 @@ class PolicyFiles:
             partial.unlink(missing_ok=True)
             raise ValueError(f"policy {upload.policy.short()}: the bytes received are not those announced")
         newest = self.newest
-        is_news = newest is None or upload.policy.version > newest.policy.version
+        is_news = upload.kind != CANARY and (newest is None or upload.policy.version > newest.policy.version)
         self._order += is_news
         entry = StoredPolicy(
             upload.policy, upload.kind, upload.size, upload.sha256, self._order if is_news else NOT_ANNOUNCED
@@ -216,11 +226,12 @@ class StoreService:
                         self._trainer = None
 
     def _on_joined(self, joined: PeerJoined) -> None:
-        """A node hears of the newest policy at once: it serves the current version before its first token. The first
-        trainer is the one whose uploads count until it has left."""
-        newest = self._files.newest
-        if joined.role == "node" and newest is not None:
-            self._send(joined.peer, Announce(*newest))
+        """A node hears of the canary and the newest policy at once: it shows the one and serves the other before its
+        first token. The first trainer is the one whose uploads count until it has left."""
+        if joined.role == "node":
+            for entry in (self._files.canary, self._files.newest):
+                if entry is not None:
+                    self._send(joined.peer, Announce(*entry))
         elif joined.role == "trainer" and self._trainer is None:
             self._trainer = joined.peer
 
@@ -246,7 +257,7 @@ class StoreService:
                 self._server.disconnect(peer, str(error))
             return
         for node, role in list(self._server.peers.items()):
-            if role == "node" and entry.order == self._files.newest_order:
+            if role == "node" and (entry.kind == CANARY or entry.order == self._files.newest_order):
                 self._send(node, Announce(*entry))
         reached("store.after-announce")
         self._send(peer, Stored(upload.policy))

@@ -36,12 +36,14 @@ class EngineError(AsyncRLError):
 
 
 class Capabilities(NamedTuple):
-    """What an engine can do; a config that asks for more is refused before anything starts."""
+    """What an engine can do; a config that asks for more is refused before anything starts. `logprob_bound`: how far,
+    in nats, its log-probabilities may be from those of another program with the same policy."""
 
     name: str
     in_flight: frozenset[InFlight]
     resident_versions: int
     attests: Literal["span", "name"]
+    logprob_bound: float
 
 
 class Prefix(NamedTuple):
@@ -97,6 +99,10 @@ class Installed(NamedTuple):
 class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids run from 0 to this, exclusive."""
 
     @property
     def serving(self) -> PolicyId | None:

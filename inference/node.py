@@ -38,6 +38,7 @@ from async_rl.wire.messages import (
     Introduce,
     Lease,
     Leases,
+    NodeHolds,
     NodeReady,
     NodeServing,
     NodeTrouble,
@@ -49,10 +50,11 @@ from async_rl.wire.messages import (
 )
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from inference.departure import SETTLE_S, Departure
-from inference.engine import Completion, Engine, EngineError, Request
+from inference.engine import Completion, Engine, EngineError, Installed, Request
 from inference.engines import make_engine
 from inference.gauges import NodeGauges
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
+from inference.proof import Prover, logprob_bound
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
 from inference.serving import Flipped, Serving
@@ -78,11 +80,13 @@ class Node:
         self._scorer = scorer
         self._inbox = inbox
         self._gauges = gauges
+        self._prover = Prover(engine, context.config.run.seed)
         self._exporter = context.exporter
         self._watchdog = context.watchdog
         self._serving = Serving(
-            engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start
-        )
+            engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start,
+            self._report_held,
+        )  # fmt: skip
         self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
         self._grace_s = context.config.launch.grace
         # A few more samples than slots are asked for, so that a freed slot need not wait for a lease to arrive.
@@ -99,7 +103,7 @@ class Node:
         self._ready = ready
         self._life = secrets.token_hex(8)
         self._sessions = 0
-        self._flipped: Flipped | None = None
+        self._attested: list[NodeServing] = []  # the last
         self._over: Stop | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -115,7 +119,6 @@ class Node:
                 self._introduce("the buffer was started again, or has forgotten this node")
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
-                self._flipped = flipped
                 self._gauges.flipped(flipped.load_ms / 1e3)
                 self._report_flip(flipped)
             for completion in self._step():
@@ -189,7 +192,7 @@ class Node:
                 grace_s = self._grace_s if grace_s is None else grace_s
                 self._departure.begin(time.monotonic(), grace_s, "async-rl drain")
             case Received(message=Cancel(leases, reason)):
-                log.info("%d leases cancelled: %s", len(leases), reason)
+                log.log(logging.INFO if leases else logging.ERROR, "%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
                     self._on_cancel(lease_id)
             case Received(message=Introduce(reason)):
@@ -270,8 +273,8 @@ class Node:
                 self._ready, life=self._life, holds=tuple(self._book.leases()), granted=self._book.granted
             )
         )
-        if self._flipped is not None:
-            self._report_flip(self._flipped)
+        for message in (*self._prover.shown(), *self._attested):
+            self._buffer.send(message)
 
     def _on_cancel(self, lease_id: int) -> None:
         for key in self._book.cancel(lease_id):
@@ -318,17 +321,29 @@ class Node:
             self._buffer.send(NodeWants(self._wanted, self._busy_s, alive_s, self._sampled_tokens, self._decode_steps))
 
     def _report_flip(self, flipped: Flipped) -> None:
+        """Before the first token under it: the buffer believes no token of a policy that was not shown."""
         policy, matched = flipped.installed.policy, len(flipped.installed.matched_modules)
-        log.info("serving policy %s (%d modules, %.0f ms)", policy.short(), matched, flipped.load_ms)
         self._watchdog.note(f"flipped to policy {policy.short()}")
-        self._buffer.send(NodeServing(policy, matched, flipped.load_ms))
+        started = time.monotonic()
+        proof = self._prover.show(flipped.installed)
+        shown_ms = (time.monotonic() - started) * 1e3
+        log.info("serving policy %s (%d modules, %.0f ms, %.1f to show it)", policy.short(), matched, flipped.load_ms,
+                 shown_ms)  # fmt: skip
+        self._attested = [NodeServing(policy, matched, flipped.load_ms, proof)]
+        self._buffer.send(*self._attested)
+
+    def _report_held(self, installed: Installed) -> None:
+        log.info("holding policy %s %s (%d modules)", installed.policy.name, installed.policy.short(),
+                 len(installed.matched_modules))  # fmt: skip
+        self._buffer.send(NodeHolds(installed.policy, self._prover.show(installed)))
 
     def _report_trouble(self, policy: PolicyId, error: str) -> None:
-        if self._engine.serving is None:
-            raise EngineError(f"the first policy {policy.short()} cannot be loaded: {error}")
+        """The engine refused it; the buffer leases this node nothing until it serves a later one."""
         self._gauges.failed()
-        log.error("policy %s: %s; %s goes on serving", policy.short(), error, self._engine.serving.short())
-        self._buffer.send(NodeTrouble(policy, words(error)))
+        serving = self._engine.serving
+        goes_on = f"{serving.short()} goes on serving" if serving else "nothing serves yet"
+        log.error("policy %s %s: %s; %s", policy.name, policy.short(), error, goes_on)
+        self._buffer.send(NodeTrouble(policy, words(error), refused=True))
 
     def _reading(self) -> Reading:
         return self._gauges.reading(
@@ -362,7 +377,9 @@ def body(context: PoolContext) -> None:
     scorer = Scorer(config.task, config.inference.score_timeout, inbox)
     try:
         buffer, store = dial_services(context, "node", inbox)
-        ready = NodeReady(engine.capabilities.name, config.inference.slots, fingerprint(config, path))
+        ready = NodeReady(
+            engine.capabilities.name, config.inference.slots, fingerprint(config, path), logprob_bound(engine, config)
+        )
         puller = PolicyPuller(store, scratch, inbox)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
         gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})

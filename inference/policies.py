@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
+from async_rl.proof import CANARY
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError
 from async_rl.wire.messages import Announce, Chunk, Pull, Stop
@@ -27,10 +28,12 @@ CHUNK_BYTES = 1 << 20
 CHUNKS_AHEAD = 4  # outstanding requests: enough to keep a link busy, little enough to abandon
 CHUNK_TIMEOUT_S = 30.0
 IDLE_S = 0.2
+RETRY_S = 1.0  # before the canary is asked for again
 
 
 class PolicyFetched(NamedTuple):
-    """A verified file (the node deletes it after use). `order` is the announcement's, 0 for one asked for."""
+    """A verified file (the node deletes it after use). `order` is the announcement's, 0 for one asked for and for the
+    canary."""
 
     policy: PolicyId
     path: Path
@@ -52,6 +55,8 @@ class PolicyPuller:
         self._inbox = inbox
         self._asked: queue.SimpleQueue[PolicyId] = queue.SimpleQueue()
         self._newest: Announce | None = None
+        self._canary: PolicyId | None = None  # announced and not here yet
+        self._canary_seen: PolicyId | None = None
         self._fetched_order = 0
         self._order_base = 0
         self._sessions = link.sessions
@@ -72,7 +77,9 @@ class PolicyPuller:
             while not self._closing.is_set():
                 self._listen(IDLE_S if self._asked.empty() else 0.0)
                 news = self._news()
-                if news is not None:
+                if self._canary is not None:
+                    self._fetch_canary(self._canary)
+                elif news is not None:
                     self._fetched_order = news.order
                     self._fetch(news.policy, self._order_base + news.order)
                 elif not self._asked.empty():
@@ -80,6 +87,13 @@ class PolicyPuller:
         except Exception as error:  # whatever it is, the node must not go on with what it serves for ever
             if not self._closing.is_set():
                 self._inbox.put(error)
+
+    def _fetch_canary(self, canary: PolicyId) -> None:
+        """Before any other policy, and again until it is here: the node may not work without it."""
+        if self._fetch(canary, 0):
+            self._canary, self._canary_seen = None, canary
+        else:
+            self._closing.wait(RETRY_S)
 
     def _notice_a_new_session(self) -> None:
         """The store has forgotten this node, or was started again and counts its announcements from 1: what it
@@ -95,7 +109,7 @@ class PolicyPuller:
         while not self._closing.is_set():
             received = self._link.poll()
             if received is None:
-                if self._news() is not None or time.monotonic() >= deadline:
+                if self._canary is not None or self._news() is not None or time.monotonic() >= deadline:
                     return
                 time.sleep(0.002)
             else:
@@ -108,12 +122,15 @@ class PolicyPuller:
 
     def _note(self, message: object) -> None:
         self._notice_a_new_session()
-        if isinstance(message, Announce) and (self._newest is None or message.order > self._newest.order):
+        if isinstance(message, Announce) and message.kind == CANARY:
+            self._canary = message.policy if message.policy != self._canary_seen else None
+        elif isinstance(message, Announce) and (self._newest is None or message.order > self._newest.order):
             self._newest = message
         elif isinstance(message, Stop):
             self._closing.set()
 
-    def _fetch(self, policy: PolicyId, order: int) -> None:
+    def _fetch(self, policy: PolicyId, order: int) -> bool:
+        """Hand it over, or that it failed; returns which."""
         started = time.monotonic()
         path = self._folder / f"{policy.short()}-{order}.safetensors"
         try:
@@ -123,8 +140,9 @@ class PolicyPuller:
             if isinstance(error, LinkError):
                 raise
             self._inbox.put(PolicyFetchFailed(policy, str(error)))
-        else:
-            self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3))
+            return False
+        self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3))
+        return True
 
     def _pull(self, policy: PolicyId, path: Path) -> None:
         """Chunks in order, a few requests ahead; the first answer says how large the file is. A chunk is hashed while

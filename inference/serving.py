@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
+from async_rl.proof import CANARY
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from inference.engine import Engine, InFlight, Installed, Prefix, Request
@@ -34,8 +35,10 @@ class Incoming(NamedTuple):
 
 class Serving:
     """`advance` is called before every decode step; it returns what changed. `ask` fetches a policy that only
-    evaluation wants. `failed` hears of policies that could not be loaded (the old one goes on serving), `unstarted` of
-    the pinned requests that cannot run for that reason, or that the engine refuses once their policy is here."""
+    evaluation wants. `held` hears of every policy that is on the engine now without being served: one that evaluation
+    wants, and the canary, which is taken off again at once. `failed` hears of policies that could not be loaded (the
+    old one goes on serving), `unstarted` of the pinned requests that cannot run for that reason, or that the engine
+    refuses once their policy is here."""
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class Serving:
         ask: Callable[[PolicyId], None],
         failed: Callable[[PolicyId, str], None],
         unstarted: Callable[[Request, str], None],
+        held: Callable[[Installed], None],
     ) -> None:
         self._engine = engine
         self._in_flight: InFlight = in_flight
@@ -52,6 +56,7 @@ class Serving:
         self._ask = ask
         self._failed = failed
         self._unstarted = unstarted
+        self._held = held
         self._served_order = 0
         self._incoming: list[Incoming] = []
         self._waiting: dict[PolicyId, list[Request]] = {}  # pinned requests whose policy is not here yet
@@ -132,6 +137,10 @@ class Serving:
                 reached("node.after-flip")
                 self._served_order = fetched.order
                 flipped = Flipped(installed, fetched.fetch_ms + (now - entry.arrived) * 1e3)
+            else:
+                self._held(installed)
+                if fetched.policy.name == CANARY:
+                    self._engine.evict(fetched.policy)
             self._start_waiting(fetched.policy)
         return flipped
 

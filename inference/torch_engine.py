@@ -6,8 +6,7 @@ then one decode forward per policy in use (normally one) and one sampling over a
 once per sampling; all books are numpy arrays over rows and seats, so a token costs no Python of its own.
 
 A request has a *row* (its place in the batch and the KV cache, which changes as others end) and a *seat* (its buffers),
-which it keeps. Stamps are serial numbers of installed
-policies, written from the very array that chose the weights of the forward.
+which it keeps. Stamps are serial numbers of installed policies, from the very array that chose the forward's weights.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from inference.adapter_match import match_adapter
 from inference.compiled_step import CompileMode
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Prefix, Request
 from inference.model_loading import pick_device, stop_table
+from inference.proof import LOGPROB_BOUNDS
 from inference.request_checks import check_ids, check_request, request_name
 from inference.resident import ResidentPolicies
 from inference.rows import DEAD, ROW_DTYPE, IntArray, plan_rows, policy_ranges
@@ -85,7 +85,7 @@ class TorchEngine:
             compile_mode=compile_mode,
         )
         self._slots, self._max_context = slots, max_context
-        self._vocab = self._runner.input_vocab
+        self.vocabulary_size = self._runner.input_vocab
         self._is_stop = stop_table(self._runner.model, self._runner.vocab, stop_tokens)
 
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
@@ -106,7 +106,8 @@ class TorchEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities("torch", frozenset(get_args(InFlight)), self._resident.max_resident, "span")
+        bound = LOGPROB_BOUNDS[str(self._runner.dtype).removeprefix("torch.")]
+        return Capabilities("torch", frozenset(get_args(InFlight)), self._resident.max_resident, "span", bound)
 
     @property
     def serving(self) -> PolicyId | None:
@@ -145,7 +146,7 @@ class TorchEngine:
         """See Engine.score; sequences may be longer than max_context, but not than the model's positions."""
         most = self._runner.max_positions or math.inf
         for sequence in tokens:
-            check_ids("a sequence to score", sequence, self._vocab)
+            check_ids("a sequence to score", sequence, self.vocabulary_size)
             if len(sequence) > most:
                 raise EngineError(f"a sequence to score has {len(sequence)} tokens, the model has {most} positions")
         return self._runner.score(self._resident.slot(policy), tokens)
@@ -215,13 +216,12 @@ class TorchEngine:
 
     def _unpinned_rows(self) -> npt.NDArray[np.bool_]:
         unpinned = [seat for seat, attempt in self._attempts.items() if attempt.request.policy is None]
-        unpinned_row: npt.NDArray[np.bool_] = np.isin(self._live("seat"), unpinned) & (self._live("alive") == 1)
-        return unpinned_row
+        return np.isin(self._live("seat"), unpinned) & (self._live("alive") == 1)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        check_request(request, self._vocab, self._max_context)
+        check_request(request, self.vocabulary_size, self._max_context)
         if request.key in self._waiting or request.key in self._seat_of:
             raise EngineError(f"{request_name(request)}: already submitted and not finished")
         policy = request.policy

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainer.canary import Canary
+
 
 class Sample(NamedTuple):
     """One segment to train on, all arrays of length n (flat, unpadded): token ids int32, behaviour log-probabilities
@@ -44,6 +46,10 @@ class Backend(Protocol):
     def vocabulary_size(self) -> int:
         """Token ids run from 0 to this, exclusive."""
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Full paths of the modules that the policy adapts."""
+
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
         """One optimiser step on a whole batch, whatever micro-batches it takes. Raises FloatingPointError when the
         loss or the gradient is not finite; the weights are then unchanged."""
@@ -56,6 +62,10 @@ class Backend(Protocol):
 
     def export(self, path: Path) -> str:
         """Write the policy as one adapter file (async_rl.policy.adapter) and return its digest."""
+
+    def canary(self, path: Path, seed: int, tokens: Sequence[npt.NDArray[np.int32]]) -> Canary:
+        """Write a policy of seeded noise in every target as an adapter file, and score `tokens` under it and under
+        the base model (trainer.canary). The weights are afterwards what they were, bit for bit."""
 
     def export_peft(self, folder: Path) -> None:
         """Write the policy in PEFT layout, for transformers + peft."""

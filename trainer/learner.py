@@ -11,6 +11,7 @@ import msgspec
 
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint, pacing
+from async_rl.proof import Proof
 from async_rl.run.curve import draw_learning_curve
 from async_rl.run.dial import dial_services
 from async_rl.run.killpoints import reached
@@ -45,6 +46,7 @@ from trainer.batches import TrainingBatch, prepare
 from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
+from trainer.proving import Prover
 from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
 from trainer.records import batch_record, pools_record, sample_records, samples_due
 from trainer.schedule import learning_rate_at
@@ -84,6 +86,7 @@ class Learner:
         self._state = state
         self._buffer = buffer
         self._publisher = Publisher(buffer, store)
+        self._prover = Prover(backend, context.config.run.seed)
         self._store = store
         self._metrics = metrics
         self._samples = samples
@@ -102,6 +105,7 @@ class Learner:
         """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError, FloatingPointError."""
         state, steps = self._state, self._config.run.steps
         self._talk.introduce()
+        self._publish_canary()
         self._publish()
         self._evaluate_if_due()
         try:
@@ -189,12 +193,22 @@ class Learner:
         path = self._directory.adapters / "outgoing.safetensors"
         with self._watchdog.working(f"exports version {self._state.version}"):
             self._state.digest = self._backend.export(path)
-        with self._watchdog.expect(
-            f"waits for buffer and store to take policy {self._policy.short()}", PUBLISH_LIMIT_S
-        ):
-            published = self._publisher.publish(self._policy, path)
+            proof = self._prover.prove(self._state.digest)
+        published = self._upload(self._policy, path, proof)
         self._push_bytes = published.size
         return published
+
+    def _publish_canary(self) -> None:
+        """Before any policy: no node may work that has not shown it."""
+        path = self._directory.adapters / "canary.safetensors"
+        with self._watchdog.working("makes the canary"):
+            canary, proof = self._prover.canary(path)
+        self._upload(canary, path, proof)
+
+    def _upload(self, policy: PolicyId, path: Path, proof: Proof) -> Published:
+        awaiting = f"waits for buffer and store to take policy {policy.name} {policy.short()}"
+        with self._watchdog.expect(awaiting, PUBLISH_LIMIT_S):
+            return self._publisher.publish(policy, path, proof)
 
     @property
     def _policy(self) -> PolicyId:

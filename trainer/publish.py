@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from async_rl.proof import CANARY, Proof
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkTimeout
@@ -34,13 +35,14 @@ class Publisher:
         self._sessions = store.sessions
         self._pinned: set[PolicyId] = set()
 
-    def publish(self, policy: PolicyId, path: Path) -> Published:
+    def publish(self, policy: PolicyId, path: Path, proof: Proof) -> Published:
         started = time.monotonic()
         data = path.read_bytes()
-        self._buffer.send(PolicyPublished(policy))
+        self._buffer.send(PolicyPublished(policy, proof))
         # Not just sent but handled: a node that serves the policy may speak to the buffer over a faster connection.
         self._buffer.flush(STORE_TIMEOUT_S)
-        upload = Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest())
+        kind = CANARY if policy.name == CANARY else "lora"
+        upload = Upload(policy, kind, len(data), hashlib.sha256(data).hexdigest())
         self._store.send(upload, [data])
         reached("trainer.after-upload")
         self._await_stored(upload, data)

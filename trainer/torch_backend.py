@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ from async_rl.trajectory import MaskReason
 from trainer import optimizer_state
 from trainer.algorithm.loss import TokenData, batch_coefficients, partial_loss, ratio_metrics
 from trainer.backend import Sample, StepResult
-from trainer.logprobs import make_rows, token_logprobs
+from trainer.canary import Canary, make_canary
+from trainer.logprobs import make_rows, output_head, token_logprobs
 from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
 from trainer.packing import pack
 
@@ -86,7 +88,11 @@ class TorchBackend:
             fused=True,  # one pass over the whole adapter, on CPU too
         )
         self.optimizer_steps = 0
-        self.vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
+        # Some models have more logits than embeddings, or the reverse; a token must have both.
+        self.vocabulary_size = min(
+            self.model.get_input_embeddings().weight.shape[0], output_head(self.model).weight.shape[0]
+        )
+        self.modules = tuple(target.name for target in self.targets.modules)
         self._dtype = next(iter(self.parameters.values())).dtype  # float32, or what is wider
 
     # --- learning ----------------------------------------------------------------------------------------------------
@@ -199,6 +205,11 @@ class TorchBackend:
 
     def export(self, path: Path) -> str:
         return write_adapter(path, self.parameters, adapter_config(self.targets, self.trainer))
+
+    def canary(self, path: Path, seed: int, tokens: Sequence[npt.NDArray[np.int32]]) -> Canary:
+        scale = self.trainer.alpha / self.trainer.rank
+        score, export = partial(self.logprobs, tokens), partial(self.export, path)
+        return make_canary(self.model, self.parameters, scale, seed, score, export)
 
     def export_peft(self, folder: Path) -> None:
         write_peft_folder(folder, self.parameters, adapter_config(self.targets, self.trainer), self.model_path)

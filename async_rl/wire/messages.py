@@ -438,7 +438,8 @@ class PinPolicy(Message, frozen=True, array_like=True, tag=True):
 
 
 class Announce(Message, frozen=True, array_like=True, tag=True):
-    """`order` rises with every announcement: newer is what was announced later, whatever its version."""
+    """`order` rises with every announcement: newer is what was announced later. It is 0 for the
+    canary, which is not to be served."""
 
     policy: PolicyId
     kind: str

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from async_rl.policy.adapter import CONFIG_KEY, read_adapter
 from async_rl.version import PolicyId, VersionRun
-from inference.engine import Completion, InFlight, Request
+from inference.engine import Completion, InFlight, Installed, Request
 from inference.policies import PolicyFetched
 from inference.serving import Serving
 
@@ -30,6 +30,7 @@ class House:
         self.asked: list[PolicyId] = []
         self.failed: list[tuple[PolicyId, str]] = []
         self.unstarted: list[tuple[int, str]] = []
+        self.held: list[Installed] = []
         self.done: dict[int, Completion] = {}
         self.now = 100.0
         self.serving = Serving(
@@ -39,6 +40,7 @@ class House:
             self.asked.append,
             lambda policy, error: self.failed.append((policy, error)),
             lambda request, why: self.unstarted.append((request.key[1], why)),
+            self.held.append,
         )
         self._files = 0
 

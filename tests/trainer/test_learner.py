@@ -20,11 +20,13 @@ from async_rl.run.metrics import MetricsWriter, read_metrics, steps_of
 from async_rl.run.process import StopEvent
 from async_rl.run.watchdog import Watchdog
 from async_rl.wire.link import Client, Server
-from async_rl.wire.messages import Leases, NodeReady, NodeServing, NodeWants, Stop
+from async_rl.wire.messages import Leases, NodeHolds, NodeReady, NodeServing, NodeWants, Stop
 from buffer.store import PolicyFiles, StoreService
 from trainer.backend import Sample, StepResult
+from trainer.canary import Canary
 from trainer.checkpoint import find_latest
 from trainer.learner import Learner, State, run_learner
+from trainer.proving import Prover
 
 STEPS = 2
 
@@ -33,6 +35,7 @@ class Counting:
     """A backend whose weights are one number: how many steps it has taken."""
 
     vocabulary_size = 100
+    modules = ("w",)
 
     def __init__(self) -> None:
         self.steps = 0
@@ -54,7 +57,11 @@ class Counting:
         save_file({"steps": torch.tensor([self.steps])}, folder / "weights.safetensors")
 
     def logprobs(self, tokens: Sequence[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
-        raise NotImplementedError
+        return [np.full(len(sequence) - 1, -float(self.steps), np.float32) for sequence in tokens]
+
+    def canary(self, path: Path, seed: int, tokens: Sequence[np.ndarray]) -> Canary:
+        scores = self.logprobs(tokens)
+        return Canary(self.export(path), [score + 3 for score in scores], scores)
 
     def load(self, folder: Path) -> None:
         raise NotImplementedError
@@ -103,12 +110,14 @@ class Run:
 
     def _work(self) -> None:
         node = self.house.client("node", "node")
-        node.send(NodeReady("torch", 8, FINGERPRINT))
+        node.send(NodeReady("torch", 8, FINGERPRINT, 1e-3))
         while True:
             status = self.house.service.status()
             if status.newest is not None:
                 break
-        node.send(NodeServing(status.newest, 1, 1.0))
+        prover = Prover(Counting(), self.context.config.run.seed)
+        node.send(NodeHolds(*prover.canary(self.context.directory.path / "canary")))
+        node.send(NodeServing(status.newest, 1, 1.0, prover.prove("")))
         node.send(NodeWants(100))
         while True:
             message = node.receive(20.0, "work").message

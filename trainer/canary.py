@@ -1,0 +1,93 @@
+"""The canary: a policy of seeded noise in every target, which no training would make and no served base looks like.
+
+A fresh adapter is the base policy exactly (B is zero), and after a few steps still nearly so: then a node that serves
+the base, or the adapter at twice its scale, differs from the trainer by less than two engines do. The canary is as
+large as matters from the start: in each target scale·B·A has a tenth of W's Frobenius norm, or as much more as it takes
+to move some log-probability of the probe by CANARY_FLOOR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from async_rl.errors import AsyncRLError
+from async_rl.policy.adapter import TENSOR_PREFIX
+from async_rl.proof import CANARY_FLOOR
+
+STRENGTHS = (0.1, 0.2, 0.4, 0.8)  # shares of W's norm; the first that reaches the floor
+
+Scores = list[npt.NDArray[np.float32]]
+
+
+class Canary(NamedTuple):
+    """Log-probabilities of the probe under the canary and under the base model, and the digest of its file."""
+
+    digest: str
+    logprobs: Scores
+    base: Scores
+
+
+def make_canary(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    scale: float,
+    seed: int,
+    score: Callable[[], Scores],
+    export: Callable[[], str],
+) -> Canary:
+    """Put noise into the adapter's `parameters` (names in PEFT layout) on `model`, `score` and `export` it, and put
+    everything back, bit for bit. `scale` is that of the adapter. Raises AsyncRLError when no strength moves the model
+    by the floor."""
+    with _borrowed(parameters):
+        _fill(model, parameters, scale, seed, 0.0)
+        base = score()
+        for strength in STRENGTHS:
+            _fill(model, parameters, scale, seed, strength)
+            logprobs = score()
+            if distance(logprobs, base) >= CANARY_FLOOR:
+                return Canary(export(), logprobs, base)
+    raise AsyncRLError(
+        f"the canary, noise of up to {STRENGTHS[-1]:g} of each weight's norm, moves no log-probability by "
+        f"{CANARY_FLOOR:g} nats: the adapter's targets hardly matter to this model; check [trainer] targets"
+    )
+
+
+def distance(ours: Scores, theirs: Scores) -> float:
+    """The largest difference of two lists of log-probabilities, in nats."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@contextmanager
+def _borrowed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, parameters: Mapping[str, nn.Parameter], scale: float, seed: int, strength: float) -> None:
+    """E‖B·A‖² = r · (in · 1/in) · (out · 1/(r · out)) = 1 for A of variance 1/in and B of variance 1/(r · out)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(parameters):
+        parameter = parameters[name]
+        rows, columns = parameter.shape
+        noise = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        module, _, part = name.removeprefix(TENSOR_PREFIX).removesuffix(".weight").rpartition(".")
+        if part == "lora_A":
+            noise *= columns**-0.5
+        else:
+            weight = model.get_submodule(f"{module}.base_layer").weight
+            norm = float(torch.linalg.vector_norm(weight.detach().float()))
+            noise *= strength * norm / (abs(scale) * (rows * columns) ** 0.5)
+        parameter.copy_(noise)
