@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from buffer_house import FINGERPRINT, RUN, TOKEN, House, deliver
+from buffer_house import Context as StoreContext
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import Config
@@ -94,7 +95,9 @@ class Run:
         store_endpoint = f"ipc://{path / 's'}"
         self._store_server = Server(store_endpoint, run=RUN, token=TOKEN, name="store")
         files = PolicyFiles(path / "store", RUN, 1)
-        self._store = StoreService(self.house, self._store_server, files)
+        self._store_stopping = StopEvent()  # its own: a buffer that leaves must not take the store along
+        store_context: Any = StoreContext(config, self._store_stopping, self.house.exporter, self.house.watchdog)
+        self._store = StoreService(store_context, self._store_server, files)
         self._threads = [threading.Thread(target=self._store.serve, daemon=True)]
         self.backend = Counting()
         self.buffer = self.house.client("trainer", "trainer")
@@ -129,6 +132,7 @@ class Run:
 
     def close(self) -> None:
         self.house.close()
+        self._store_stopping.set()
         self.store.close()
         for thread in self._threads:
             thread.join(10.0)
