@@ -22,13 +22,10 @@ KEPT_MEASURES = 1024  # between two looks at the status
 
 
 class Quarantine:
-    """`limit`: seconds for which a run may be without a node that may work."""
-
-    def __init__(self, nodes: Nodes, max_staleness: int, limit: float) -> None:
+    def __init__(self, nodes: Nodes, max_staleness: int) -> None:
         self.proofs = Proofs(max_staleness + KEPT)
         self._nodes = nodes
         self._kept = max_staleness + KEPT
-        self._limit = limit
         self._nobody_since: float | None = None
         self.measured: deque[NodeMismatch] = deque(maxlen=KEPT_MEASURES)
         """The newest measures of engine mismatch, of `measured_count` in all."""
@@ -55,16 +52,17 @@ class Quarantine:
             node.proved = not cause
         return cause
 
-    def nobody_left(self, now: float) -> str:
-        """Why the run cannot go on, once all of its nodes have been quarantined for `limit`. O(nodes), if any is."""
+    def nobody_left(self, now: float, limit: float) -> str:
+        """Why the run cannot go on, once all of its nodes have been quarantined for `limit` seconds. O(nodes), if any
+        is."""
         barred = self._nodes.only_quarantined()
         if not barred:
             self._nobody_since = None
         elif self._nobody_since is None:
             self._nobody_since = now
-        elif now - self._nobody_since >= self._limit:
+        elif now - self._nobody_since >= limit:
             causes = "; ".join(f"{node.name}: {node.reason}" for node in barred)
-            return f"every node has been quarantined for {self._limit:g} s: {causes}"
+            return f"every node has been quarantined for {limit:g} s: {causes}"
         return ""
 
     def _judged(self, node: Node, policy: PolicyId, verdict: Verdict) -> str:

@@ -75,7 +75,7 @@ class Replay:
         self.groups = Groups(rules)
         self.leases = Leases(rules.lease_timeout)
         self.nodes = Nodes()
-        self.quarantine = Quarantine(self.nodes, rules.max_staleness, rules.quarantine_limit)
+        self.quarantine = Quarantine(self.nodes, rules.max_staleness)
         self.evaluations = Evaluations(rules.eval_share, rules.max_tries)
         self.handovers = Handovers()
         self.confirmed_batches = 0
@@ -332,7 +332,7 @@ class Replay:
     def _ticked(self, event: Ticked, now: float, effects: list[Effect]) -> None:
         for lease in self.leases.expired(now):
             self._cancel(lease, f"not delivered within {self.rules.lease_timeout:g} s", effects)
-        if nobody := self.quarantine.nobody_left(now):
+        if nobody := self.quarantine.nobody_left(now, self.rules.quarantine_limit):
             self.end(nobody, effects)
 
     # --- granting leases ---------------------------------------------------------------------------------------------

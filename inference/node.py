@@ -38,9 +38,7 @@ from async_rl.wire.messages import (
     Introduce,
     Lease,
     Leases,
-    NodeHolds,
     NodeReady,
-    NodeServing,
     NodeTrouble,
     NodeWants,
     Results,
@@ -50,14 +48,14 @@ from async_rl.wire.messages import (
 )
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from inference.departure import SETTLE_S, Departure
-from inference.engine import Completion, Engine, EngineError, Installed, Request
+from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
 from inference.gauges import NodeGauges
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.proof import Prover, logprob_bound
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
-from inference.serving import Flipped, Serving
+from inference.serving import Serving
 
 log = logging.getLogger("node")
 
@@ -80,12 +78,12 @@ class Node:
         self._scorer = scorer
         self._inbox = inbox
         self._gauges = gauges
-        self._prover = Prover(engine, context.config.run.seed)
+        self._prover = Prover(engine, context.config.run.seed, buffer.send)
         self._exporter = context.exporter
         self._watchdog = context.watchdog
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start,
-            self._report_held,
+            self._prover.holds,
         )  # fmt: skip
         self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
         self._grace_s = context.config.launch.grace
@@ -103,7 +101,6 @@ class Node:
         self._ready = ready
         self._life = secrets.token_hex(8)
         self._sessions = 0
-        self._attested: list[NodeServing] = []  # the last
         self._over: Stop | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -120,7 +117,8 @@ class Node:
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
                 self._gauges.flipped(flipped.load_ms / 1e3)
-                self._report_flip(flipped)
+                self._watchdog.note(f"flipped to policy {flipped.installed.policy.short()}")
+                self._prover.flipped(flipped.installed, flipped.load_ms)
             for completion in self._step():
                 self._on_completion(completion)
             self._send_results()
@@ -273,8 +271,7 @@ class Node:
                 self._ready, life=self._life, holds=tuple(self._book.leases()), granted=self._book.granted
             )
         )
-        for message in (*self._prover.shown(), *self._attested):
-            self._buffer.send(message)
+        self._prover.again()
 
     def _on_cancel(self, lease_id: int) -> None:
         for key in self._book.cancel(lease_id):
@@ -319,23 +316,6 @@ class Node:
             self._wanted, self._reported = max(wanted, self._wanted), now
             alive_s = now - self._started
             self._buffer.send(NodeWants(self._wanted, self._busy_s, alive_s, self._sampled_tokens, self._decode_steps))
-
-    def _report_flip(self, flipped: Flipped) -> None:
-        """Before the first token under it: the buffer believes no token of a policy that was not shown."""
-        policy, matched = flipped.installed.policy, len(flipped.installed.matched_modules)
-        self._watchdog.note(f"flipped to policy {policy.short()}")
-        started = time.monotonic()
-        proof = self._prover.show(flipped.installed)
-        shown_ms = (time.monotonic() - started) * 1e3
-        log.info("serving policy %s (%d modules, %.0f ms, %.1f to show it)", policy.short(), matched, flipped.load_ms,
-                 shown_ms)  # fmt: skip
-        self._attested = [NodeServing(policy, matched, flipped.load_ms, proof)]
-        self._buffer.send(*self._attested)
-
-    def _report_held(self, installed: Installed) -> None:
-        log.info("holding policy %s %s (%d modules)", installed.policy.name, installed.policy.short(),
-                 len(installed.matched_modules))  # fmt: skip
-        self._buffer.send(NodeHolds(installed.policy, self._prover.show(installed)))
 
     def _report_trouble(self, policy: PolicyId, error: str) -> None:
         """The engine refused it; the buffer leases this node nothing until it serves a later one."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+
 from async_rl.config import Config
 from async_rl.proof import CANARY, Proof, make_proof, probe_tokens
 from async_rl.version import PolicyId
-from async_rl.wire.messages import NodeHolds
+from async_rl.wire.messages import Message, NodeHolds, NodeServing
 from inference.engine import Engine, Installed
+
+log = logging.getLogger("node")
 
 LOGPROB_BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}
 """In nats, by the dtype of the weights: how far log-probabilities of the same tokens under the same policy may be apart
@@ -19,25 +25,48 @@ def logprob_bound(engine: Engine, config: Config) -> float:
 
 
 class Prover:
-    """Scores the probe under a resident policy, and remembers what it has shown of those that are."""
+    """Scores the probe under each policy that comes onto the engine, tells the buffer (`send`), and remembers it for a
+    buffer that is started again. The buffer believes no token of a policy that was not shown, so a policy is shown
+    before its first one."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, seed: int, send: Callable[[Message], object]) -> None:
         self._engine = engine
+        self._send = send
         self._tokens = probe_tokens(seed, engine.vocabulary_size)
-        self._shown: dict[PolicyId, Proof] = {}
+        self._held: dict[PolicyId, NodeHolds] = {}
+        self._serving: NodeServing | None = None
 
-    def show(self, installed: Installed) -> Proof:
-        policy = installed.policy
-        proof = make_proof(self._tokens, self._engine.score(policy, self._tokens), installed.matched_modules)
-        kept = self._engine.resident.keys() | {policy}
-        self._shown = {other: old for other, old in self._shown.items() if other in kept or other.name == CANARY}
-        self._shown[policy] = proof
-        return proof
+    def flipped(self, installed: Installed, load_ms: float) -> None:
+        started = time.monotonic()
+        proof = self._proof(installed)
+        log.info(
+            "serving policy %s (%d modules, %.0f ms, %.1f to show it)", installed.policy.short(),
+            proof.module_count, load_ms, (time.monotonic() - started) * 1e3,
+        )  # fmt: skip
+        self._remember(NodeHolds(installed.policy, proof))
+        self._serving = NodeServing(installed.policy, proof.module_count, load_ms, proof)
+        self._send(self._serving)
 
-    def shown(self) -> list[NodeHolds]:
-        """What was shown of the canary, and then of the policies that are resident: for a buffer that has forgotten."""
-        order = sorted(self._shown, key=lambda policy: policy.name != CANARY)
+    def holds(self, installed: Installed) -> None:
+        """It is on the engine without being served: the canary, or what evaluation or a hand-over asks for."""
+        message = NodeHolds(installed.policy, self._proof(installed))
+        log.info("holding policy %s %s", installed.policy.name, installed.policy.short())
+        self._remember(message)
+        self._send(message)
+
+    def again(self) -> None:
+        """The canary, then what is resident, then what serves."""
+        canary_first = sorted(self._held.values(), key=lambda message: message.policy.name != CANARY)
+        for message in canary_first:
+            if message.policy.name == CANARY or message.policy in self._engine.resident:
+                self._send(message)
+        if self._serving is not None:
+            self._send(self._serving)
+
+    def _proof(self, installed: Installed) -> Proof:
+        return make_proof(self._tokens, self._engine.score(installed.policy, self._tokens), installed.matched_modules)
+
+    def _remember(self, message: NodeHolds) -> None:
         resident = self._engine.resident
-        return [
-            NodeHolds(policy, self._shown[policy]) for policy in order if policy.name == CANARY or policy in resident
-        ]
+        self._held = {held: old for held, old in self._held.items() if held in resident or held.name == CANARY}
+        self._held[message.policy] = message
