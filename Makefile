@@ -1,7 +1,7 @@
 # make run     set up, then the quickstart: a tiny model learns on this machine in a few minutes
 # make test    set up, then the tests
 # make test-slow    the tests that build compiled code or run every benchmark
-# make test-faults  the tests that kill, stop and start processes for minutes
+# make test-faults  kills, cuts, losses and freezes, for minutes; what it said last is in docs/faults.txt
 # make lint    ruff and mypy
 # make wheel-test    the built wheel, installed elsewhere, among modules with our packages' names
 # make clean   what was built; .venv and runs stay
@@ -26,7 +26,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-faults: setup
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	bash -o pipefail -c '$(BIN)/python -m pytest -m faults -rP --durations=0 $(ARGS) 2>&1 | tee docs/faults.txt'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkError
+from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
 from async_rl.wire.messages import Announce, Chunk, Pull, Stop
 
 log = logging.getLogger("policies")
@@ -60,7 +60,8 @@ class PolicyPuller:
         self._fetched_order = 0
         self._order_base = 0
         self._sessions = link.sessions
-        self._closing = threading.Event()
+        self._closing = threading.Event()  # nothing new is begun
+        self._closed = threading.Event()  # nobody waits for what was begun either
         self._thread = threading.Thread(target=self._run, name="policy-puller", daemon=True)
         self._thread.start()
 
@@ -70,6 +71,7 @@ class PolicyPuller:
 
     def close(self) -> None:
         self._closing.set()
+        self._closed.set()
         self._thread.join(timeout=CHUNK_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -168,8 +170,10 @@ class PolicyPuller:
             raise AsyncRLError(f"policy {policy.short()} arrived damaged: its SHA-256 is not the announced one")
 
     def _next_chunk(self, policy: PolicyId, offset: int) -> tuple[Chunk, memoryview]:
+        deadline = time.monotonic() + CHUNK_TIMEOUT_S
+        awaiting = f"bytes of policy {policy.short()} from {offset}"
         while True:
-            got = self._link.receive(CHUNK_TIMEOUT_S, f"bytes of policy {policy.short()} from {offset}")
+            got = self._receive(deadline, awaiting)
             message = got.message
             if not isinstance(message, Chunk):
                 self._note(message)
@@ -177,3 +181,16 @@ class PolicyPuller:
                 if message.error:
                     raise AsyncRLError(f"policy {policy.short()}: {message.error}")
                 return message, got.blobs[0]
+
+    def _receive(self, deadline: float, awaiting: str) -> Received:
+        """In slices, so that a node which is to end need not wait for a store that does not answer."""
+        while not self._closed.is_set():
+            try:
+                return self._link.receive(IDLE_S, awaiting)
+            except LinkTimeout as timeout:
+                if time.monotonic() > deadline:
+                    raise LinkTimeout(
+                        f"{self._link.name} waited {CHUNK_TIMEOUT_S:g} s for {awaiting} from {self._link.peer} at "
+                        f"{self._link.endpoint}"
+                    ) from timeout
+        raise AsyncRLError(f"the node ends before {awaiting} came")

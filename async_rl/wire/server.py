@@ -317,7 +317,7 @@ class Server:
             self._answer(route, Refused(reason))
             return
         peer = self._peers.get(hello.name)
-        if peer is not None and peer.epoch < envelope.epoch:
+        if peer is not None and (peer.epoch < envelope.epoch or (peer.lost and peer.epoch != envelope.epoch)):
             self._lose(peer, "another client of the same name, started later, took its place")
             self._refuse_peer(peer, f"another client named {peer.name!r}, started later, took this one's place")
             peer = None
@@ -347,7 +347,7 @@ class Server:
         if peer is not None and (peer.role, peer.key) != (hello.role, key):
             # Else whoever may come in as a node could take the trainer's place, or that of a node with another key.
             return "name_taken", f"{hello.name!r} is the name of another client of {self.name}: choose another"
-        if peer is not None and peer.epoch > envelope.epoch:
+        if peer is not None and peer.epoch > envelope.epoch and not peer.lost:  # else: the clock was set back
             return "name_taken", f"another client named {hello.name!r}, started later, is connected to {self.name}"
         return None
 

@@ -169,7 +169,8 @@ class Worker(threading.Thread):
 
 class FakeNode(Worker):
     """Answers every sample of every lease; `delivered` has the bytes by (lease, sample). `length` gives a
-    trajectory's tokens. While `paused` it says and reads nothing, though its link lives."""
+    trajectory's tokens. While `paused` it says and reads nothing, though its link lives; while it
+    `withholds` it takes leases, and delivers nothing."""
 
     def __init__(
         self, link: Client, name: str, published: Published, seed: int, length: Callable[[random.Random], int]
@@ -177,7 +178,7 @@ class FakeNode(Worker):
         super().__init__(link, name)
         self.delivered: dict[tuple[int, int], bytes] = {}
         self.introductions = 0
-        self.paused = False
+        self.paused = self.withholds = False
         self.stopped: Stop | None = None
         self._published = published
         self._serves = -1
@@ -225,7 +226,7 @@ class FakeNode(Worker):
                 self.stopped = message
 
     def _deliver(self) -> None:
-        if not self._owed:
+        if not self._owed or self.withholds:
             return
         made = {
             key: trajectory_bytes(*key, policy(self._serves), self.name, self._random, self._length(self._random))
@@ -277,6 +278,25 @@ class FakeTrainer(Worker):
         self.link.send(PolicyPublished(policy(version)))
         self.link.flush(PATIENCE_S)
         self._published.version = version
+
+
+def node_main(path: str, endpoint: str, name: str, heartbeat_s: float, version: Any) -> None:
+    """A node in a process of its own, which can be stopped: the body of a spawned one. `version` is a shared value."""
+    directory = RunDirectory.open(Path(path))
+    link = Client(
+        endpoint, run=directory.run_id, token=directory.token, role="node", name=name, peer="the service",
+        heartbeat_s=heartbeat_s,
+    )  # fmt: skip
+    link.connect(PATIENCE_S)
+    published = Published()
+
+    def follow() -> None:
+        while True:
+            published.version = version.value
+            time.sleep(LOOK_S)
+
+    threading.Thread(target=follow, daemon=True).start()
+    FakeNode(link, name, published, 7, lambda rng: 16).work()
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> float:
