@@ -118,6 +118,8 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n_tokens(self) -> int:
+        if len(self.segments) == 1:
+            return self.segments[0].n_tokens
         return sum([segment.n_tokens for segment in self.segments])
 
     @property
@@ -209,10 +211,11 @@ def check_header(trajectory: Trajectory) -> None:
             raise TrajectoryError(
                 f"attempt {trajectory.attempt}: {header.n_tokens} tokens in a segment, {sampled} version stamps"
             )
-        if len({extra.name for extra in header.extras}) < len(header.extras):
-            raise TrajectoryError(f"attempt {trajectory.attempt}: two extras of one name")
-        for extra in header.extras:
-            _check_extra(trajectory.attempt, header.n_tokens, extra)
+        if header.extras:
+            if len({extra.name for extra in header.extras}) < len(header.extras):
+                raise TrajectoryError(f"attempt {trajectory.attempt}: two extras of one name")
+            for extra in header.extras:
+                _check_extra(trajectory.attempt, header.n_tokens, extra)
         declared += header.nbytes
     if declared != trajectory.arrays.nbytes:
         raise TrajectoryError(

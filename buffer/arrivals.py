@@ -29,13 +29,16 @@ def read_results(received: Received, largest: int, holder: Callable[[int], str])
     except ValueError as error:
         log.error("what node %s sampled cannot be read: %s", received.peer, error)
         return [], 1
-    read = [read_attempt(received.peer, memoryview(payload), largest) for payload in to_keep(payloads)]
-    results = [
-        result if holder(result.lease) == result.node else msgspec.structs.replace(result, payload=NOTHING)
-        for result in read
-        if result is not None
-    ]
-    return results, len(read) - len(results)
+    node, results, broken = received.peer, [], 0
+    for payload in to_keep(payloads):
+        result = read_attempt(node, payload, largest)
+        if result is None:
+            broken += 1
+        elif holder(result.lease) == node:
+            results.append(result)
+        else:
+            results.append(msgspec.structs.replace(result, payload=NOTHING))
+    return results, broken
 
 
 class _Named(msgspec.Struct, frozen=True, array_like=True):

@@ -205,6 +205,7 @@ class Node:
         self._random = random.Random(seed)
         self._published = version
         self._version = -1
+        self._digest = ""
         self._owed: deque[tuple[int, int]] = deque()
         self._delivered = 0
         self._wanted = 0
@@ -214,6 +215,7 @@ class Node:
         while True:
             if self._published.value > self._version:
                 self._version = self._published.value
+                self._digest = policy(self._version).digest
                 self._link.send(NodeServing(policy(self._version), 0, 0.0))
             if self._delivered + AHEAD * 3 // 4 >= self._wanted:
                 self._wanted = self._delivered + AHEAD
@@ -237,7 +239,7 @@ class Node:
 
     def _answer(self, lease: int, sample: int, arrays: Arrays) -> Trajectory:
         prompt = max(1, len(arrays.tokens) // 8)
-        run = VersionRun(self._version, policy(self._version).digest, len(arrays.tokens) - prompt)
+        run = VersionRun(self._version, self._digest, len(arrays.tokens) - prompt)
         headers, packed = pack_segments([Segment(*arrays, (run,), "stop")])
         return Trajectory(lease, sample, "ok", self._random.random(), headers, packed, node=self._name, engine="bench")
 

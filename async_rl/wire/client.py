@@ -106,7 +106,8 @@ class Client:
         self._inbox = inbox
         self._arrived: queue.SimpleQueue[tuple[Received, int, Session[Payload]] | None] = queue.SimpleQueue()
         # All that follows, the socket included, is touched under this lock alone.
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._session: Session[Payload] = Session(window_bytes)
         self._connected = False
         self._failure: LinkError | None = None
@@ -145,7 +146,7 @@ class Client:
         if not self._thread.is_alive() and self._failure is None:
             self._heard = time.monotonic()
             self._thread.start()
-        with self._changed:
+        with self._lock:
             if not self._wait_until(lambda: self._connected, timeout_s):
                 strange = f" ({self.bad_frames} answers were not async-rl's)" if self.bad_frames else ""
                 raise LinkTimeout(
@@ -157,7 +158,7 @@ class Client:
         """Queue for sending, in order. Blobs are not copied: leave them as they are until `flush`. Waits while more
         than a window of bytes is unsent; raises LinkTimeout, or the error that ended the link."""
         payload = payload_of(message, blobs)
-        with self._changed:
+        with self._lock:
             if self._failure is not None or self._session.unsent_bytes > self._max_unsent_bytes:
                 self._wait_for_room(payload.kind, timeout_s)
             session = self._session
@@ -176,17 +177,16 @@ class Client:
         """The next message. `awaiting` is for people: "a batch". Raises LinkTimeout, or the error that ended the link
         once everything that arrived before it was received."""
         if self._arrived.empty():
-            with self._changed:
+            with self._lock:
                 self._send_waiting()
                 self._rely_on_thread()
         try:
-            item = self._next_arrived(timeout_s)
+            return self._next_arrived(timeout_s)
         except queue.Empty:
             state = "" if self._connected else ", which does not answer at present"
             raise LinkTimeout(
                 f"{self.name} waited {timeout_s:g} s for {awaiting} from {self.peer} at {self.endpoint}{state}"
             ) from None
-        return item
 
     def poll(self) -> Received | None:
         """The next message if one has arrived; raises the error that ended the link."""
@@ -194,7 +194,7 @@ class Client:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent is acknowledged. Raises LinkTimeout, or the error that ended the link."""
-        with self._changed:
+        with self._lock:
             self._send_waiting()
             if not self._wait_until(lambda: not self._session.unacknowledged, timeout_s):
                 raise LinkTimeout(
@@ -212,7 +212,7 @@ class Client:
             self._closing = True
             self._wake()
             self._thread.join(timeout_s + 1.0)
-        with self._changed:
+        with self._lock:
             self._fail(LinkClosed(f"{self.name} has closed its link to {self.peer} at {self.endpoint}"), False)
         if not self._thread.is_alive() and not self._context.closed:
             self._socket.close()
@@ -247,7 +247,7 @@ class Client:
             self._arrived.put(None)
             raise self._copy_of_failure()
         received, size, session = item
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             session.consume(size, now)  # of the session it came in, which may have ended since
             due = session.report_due()
@@ -294,7 +294,7 @@ class Client:
 
     def _run(self) -> None:
         try:
-            with self._changed:
+            with self._lock:
                 self._socket.connect(self.endpoint)
                 descriptor = self._socket.getsockopt(zmq.FD)
             wake = self._wake_read.fileno()
@@ -303,20 +303,20 @@ class Client:
             attending.register(wake, select.POLLIN)
             attending.register(int(descriptor), select.POLLIN)
             while self._failure is None and not self._closing:
-                with self._changed:
+                with self._lock:
                     wait_s = self._work()
                     poller = resting if self._resting else attending
                 if wait_s > 0 and wake in dict(poller.poll(math.ceil(wait_s * 1000))):
                     with contextlib.suppress(BlockingIOError):
                         self._wake_read.recv(4096)
-            with self._changed:
+            with self._lock:
                 if self._connected and self._closing:
                     self._send_link(Bye(f"{self.name} said goodbye"), time.monotonic())
         except Exception as error:  # whatever it is, nobody may be left waiting for this thread
-            with self._changed:
+            with self._lock:
                 self._fail(LinkClosed(f"the link of {self.name} to {self.peer} at {self.endpoint} broke: {error!r}"))
         finally:
-            with self._changed:
+            with self._lock:
                 self._connected = False
                 self._socket.close(linger=int(self._linger_s * 1000))
 

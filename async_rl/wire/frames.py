@@ -170,6 +170,11 @@ def body_parts(message: Message) -> tuple[bytes | msgspec.Raw, ...]:
     return (fields[:-1] + array_head(len(message.trajectories)), *message.trajectories)
 
 
+def credit_sizes(bodies: Sequence[msgspec.Raw], blobs: Sequence[bytes | memoryview]) -> list[int]:
+    """`credit_size` of each message of a frame."""
+    return [credit_size(len(bodies[0]), blobs)] if blobs else [MESSAGE_OVERHEAD_BYTES + len(body) for body in bodies]
+
+
 def credit_size(body_bytes: int, blobs: Sequence[bytes | memoryview]) -> int:
     """What a message costs in credit; both ends must agree, so only parts that a resend does not change count."""
     size = MESSAGE_OVERHEAD_BYTES + body_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -32,13 +32,12 @@ def pack_payloads(
 
 
 def unpack_payloads(
-    inline: Iterable[msgspec.Raw], blobs: Iterable[bytes | memoryview]
-) -> list[msgspec.Raw | bytes | memoryview]:
+    inline: Sequence[msgspec.Raw], blobs: Sequence[bytes | memoryview]
+) -> Sequence[msgspec.Raw | bytes | memoryview]:
     """The payloads again, in order. Raises ValueError when the blobs are not as many as the message says."""
-    blobs = list(blobs)
-    if not blobs and NIL not in (inline := list(inline)):
-        return inline  # type: ignore[return-value]
-    left = blobs[::-1]
+    if not blobs and NIL not in inline:
+        return inline
+    left = list(blobs)[::-1]
     out: list[msgspec.Raw | bytes | memoryview] = []
     for raw in inline:
         if raw != NIL:
@@ -52,11 +51,11 @@ def unpack_payloads(
     return out
 
 
-def to_keep(payloads: Sequence[msgspec.Raw | bytes | memoryview]) -> list[bytes | memoryview]:
+def to_keep(payloads: Sequence[msgspec.Raw | bytes | memoryview]) -> list[memoryview]:
     """The payloads of one message as they may be held for long. From VIEWED_BYTES on they stay where they arrived:
     copying them into memory that nobody has touched for long takes half of a service's time. But a view keeps the whole
     frame, for which nobody accounts. What travels in one frame was finished together, so it also leaves together,
     nearly, and such a frame is small; of a message that is larger only what is most of it stays."""
-    total = sum(map(len, payloads))
+    total = sum(map(len, payloads)) if len(payloads) > 1 else 0
     copied_below = VIEWED_BYTES if total <= 2 * COALESCE_BYTES else total // 2
-    return [bytes(each) if len(each) < copied_below else memoryview(each) for each in payloads]
+    return [memoryview(each if len(each) >= copied_below else bytes(each)) for each in payloads]

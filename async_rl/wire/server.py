@@ -38,7 +38,7 @@ from async_rl.wire.frames import (
     Unknown,
     Welcome,
     bind,
-    credit_size,
+    credit_sizes,
     link_frame,
     next_frame,
     payload_of,
@@ -268,7 +268,7 @@ class Server:
     def _on_message(self, peer: _Peer, envelope: Envelope, blobs: list[memoryview], now: float) -> None:
         self._hear(peer, envelope, now)
         bodies: tuple[msgspec.Raw, ...] = (envelope.body, *envelope.more)
-        sizes = [credit_size(len(body), blobs) for body in bodies]
+        sizes = credit_sizes(bodies, blobs)
         if not peer.session.accept_all(envelope.seq, sizes):
             verdicts = [peer.session.accept(seq, size, now) for seq, size in enumerate(sizes, envelope.seq)]
             if Verdict.OVERDRAWN in verdicts:
