@@ -76,6 +76,10 @@ class StoreGauges:
     def __init__(self) -> None:
         self._pulls = 0
         self._served_bytes = 0
+        self._misplaced = 0
+
+    def misplaced(self) -> None:
+        self._misplaced += 1
 
     def pulled(self, size: int) -> None:
         self._pulls += 1
@@ -89,6 +93,6 @@ class StoreGauges:
             STORE_NEWEST: newest.version if newest else None,
             PULLS: self._pulls,
             SERVED_BYTES: self._served_bytes,
-            REFUSED: server.counters.copy(),
+            REFUSED: server.counters | {"misplaced": self._misplaced},
             **link_reading({"store": server}),
         }

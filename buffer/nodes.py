@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 from async_rl.proof import Mismatch
 from async_rl.version import PolicyId
 
+KEPT_GONE = 1024
 NodeState = Literal["joining", "syncing", "ready", "draining", "quarantined", "gone"]
 
 
@@ -94,6 +95,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
+        self._gone: OrderedDict[str, Node] = OrderedDict()  # the last to go; of others nothing stays
         self._queues: dict[int, OrderedDict[str, Node]] = {}
         self._newest: list[int] = []  # heap of -version, one for each key of _queues
         self._anything_registered = False
@@ -111,6 +113,7 @@ class Nodes:
         state: NodeState = "syncing" if self._anything_registered else "joining"
         node = Node(name, slots, state, logprob_bound, life, granted)
         self._nodes[name] = node
+        self._gone.pop(name, None)
         return node
 
     def policy_registered(self) -> None:
@@ -165,6 +168,11 @@ class Nodes:
         self._unfile(node)
         node.state = "gone"
         node.reason = reason
+        self._gone[node.name] = node
+        while len(self._gone) > KEPT_GONE:
+            name, oldest = self._gone.popitem(last=False)
+            if self._nodes.get(name) is oldest:
+                del self._nodes[name]
 
     def newest_waiting(self) -> int | None:
         """The newest version that a node with unmet demand serves."""

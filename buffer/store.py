@@ -35,6 +35,8 @@ log = logging.getLogger("store")
 POLL_S = 0.1
 NOT_ANNOUNCED = 0
 PARTING_S = 5.0
+MAX_PINS = 256
+MAX_UNREAD_CHUNKS = 64  # a puller asks for a few at a time; each may be as large as Pull.count allows
 HASH_TIMEOUT_S = 600.0  # it waits for nobody, and takes half a second a gigabyte
 
 
@@ -153,7 +155,11 @@ class PolicyFiles:
             return None
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
-        (self._pins.add if pinned else self._pins.discard)(policy)
+        """Also one that is not here yet; of MAX_PINS, one more than that is not heeded."""
+        if pinned and len(self._pins) < MAX_PINS:
+            self._pins.add(policy)
+        elif not pinned:
+            self._pins.discard(policy)
         self._sweep()
 
     def _read_index(self) -> list[StoredPolicy]:
@@ -245,16 +251,18 @@ class StoreService:
         elif isinstance(message, Pull):
             self._on_pull(received.peer, message)
         else:
+            self._gauges.misplaced()
             log.warning("%s sent %s, which is not for it to send", received.peer, type(message).__name__)
 
     def _on_upload(self, peer: str, upload: Upload, blobs: Sequence[memoryview]) -> None:
         try:
+            if len(blobs) != 1:
+                raise ValueError(f"policy {upload.policy.short()}: it came in {len(blobs)} frames, and should in one")
             with self._watchdog.working(f"waits for the disk to have policy {upload.policy.short()}"):
-                entry = self._files.add(upload, blobs[0] if blobs else memoryview(b""))
+                entry = self._files.add(upload, blobs[0])
         except ValueError as error:
             log.error("%s", error)
-            with suppress(LinkError):  # it may have left already
-                self._server.disconnect(peer, str(error))
+            self._disconnect(peer, str(error))
             return
         for node, role in list(self._server.peers.items()):
             if role == "node" and (entry.kind == CANARY or entry.order == self._files.newest_order):
@@ -263,6 +271,9 @@ class StoreService:
         self._send(peer, Stored(upload.policy))
 
     def _on_pull(self, peer: str, pull: Pull) -> None:
+        if self._server.backlog(peer) >= MAX_UNREAD_CHUNKS:
+            self._disconnect(peer, f"it asks on and on, and has left {MAX_UNREAD_CHUNKS} answers unread")
+            return
         entry = self._files.get(pull.policy)
         data = self._files.read(pull.policy, pull.offset, pull.count) if entry else None
         if entry is None or data is None:
@@ -270,6 +281,10 @@ class StoreService:
         else:
             self._gauges.pulled(len(data))
             self._send(peer, Chunk(pull.policy, pull.offset, entry.size, entry.sha256), [data])
+
+    def _disconnect(self, peer: str, reason: str) -> None:
+        with suppress(LinkError):  # it may have left already
+            self._server.disconnect(peer, reason)
 
     def _send(self, peer: str, message: Message, blobs: Sequence[bytes] = ()) -> None:
         """To a peer that may have left since it asked; when it comes back it is greeted again."""

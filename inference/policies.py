@@ -158,6 +158,8 @@ class PolicyPuller:
                     self._link.send(Pull(policy, asked, CHUNK_BYTES))
                     asked += CHUNK_BYTES
                 chunk, data = self._next_chunk(policy, received)
+                if received and (chunk.size, chunk.sha256) != (size, sha256):
+                    raise AsyncRLError(f"policy {policy.short()} became another file while it was pulled")
                 size, sha256 = chunk.size, chunk.sha256
                 if data.nbytes != min(CHUNK_BYTES, size - received):
                     raise AsyncRLError(f"the store sent {data.nbytes} bytes of {policy.short()} at {received}")
@@ -180,6 +182,8 @@ class PolicyPuller:
             elif message.policy == policy and message.offset == offset:
                 if message.error:
                     raise AsyncRLError(f"policy {policy.short()}: {message.error}")
+                if len(got.blobs) != 1:
+                    raise AsyncRLError(f"the store sent {len(got.blobs)} frames of policy {policy.short()}, not one")
                 return message, got.blobs[0]
 
     def _receive(self, deadline: float, awaiting: str) -> Received:

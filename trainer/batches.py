@@ -55,9 +55,10 @@ def prepare(received: Received, max_staleness: int, vocabulary_size: int, advant
     """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare."""
     batch: Batch = received.message
     trajectories = _trajectories(received)
-    groups = np.repeat(np.arange(len(batch.groups)), [group.size for group in batch.groups])
-    if len(groups) != len(trajectories):
-        raise AsyncRLError(f"batch {batch.batch}: {len(groups)} trajectories declared, {len(trajectories)} received")
+    sizes = [group.size for group in batch.groups]
+    if sum(sizes) != len(trajectories) or min(sizes, default=0) < 0:
+        raise AsyncRLError(f"batch {batch.batch}: {sum(sizes)} trajectories declared, {len(trajectories)} received")
+    groups = np.repeat(np.arange(len(sizes)), sizes)
     kept, dispositions = [], []
     for group, trajectory in zip(groups, trajectories, strict=True):
         outcome = _outcome(trajectory, batch.for_version, max_staleness, vocabulary_size)

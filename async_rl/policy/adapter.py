@@ -80,7 +80,9 @@ def read_adapter(path: Path, expected_digest: str | None = None) -> tuple[dict[s
     try:
         config = json.loads(metadata[CONFIG_KEY])
         digest = policy_digest(tensors, config)
-    except (ValueError, KeyError, TypeError) as error:
+        if config["r"] < 1:
+            raise ValueError(f"rank {config['r']}")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, RuntimeError) as error:
         raise AdapterError(f"adapter file {path}: {CONFIG_KEY!r} in its metadata is broken: {error!r}") from error
     if expected_digest is not None and digest != expected_digest:
         raise AdapterError(f"adapter file {path}: digest {digest[:16]}… is not the announced {expected_digest[:16]}…")

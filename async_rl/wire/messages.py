@@ -451,7 +451,7 @@ class Announce(Message, frozen=True, array_like=True, tag=True):
 class Pull(Message, frozen=True, array_like=True, tag=True):
     policy: PolicyId
     offset: Annotated[int, Meta(ge=0, lt=1 << 48)]
-    count: Annotated[int, Meta(ge=1, le=16 << 20)]
+    count: Annotated[int, Meta(ge=1, le=4 << 20)]
 
 
 class Chunk(Message, frozen=True, array_like=True, tag=True):
