@@ -179,6 +179,8 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     kind: Literal["local"] = "local"
     grace: PositiveFloat = 10.0
     """Seconds between asking a pool to end and ending it."""
+    restarts: Count = 10
+    """How often each process that was killed is started again; the others go on meanwhile."""
     pin: bool = False
     """Give the inference nodes the first half of this machine's cores, and the trainer and the services the others, so
     that the pools do not take turns on the same ones: for measurements. Linux only."""

@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 from async_rl.errors import AsyncRLError
+from async_rl.run import killpoints
 from async_rl.run.directory import RunDirectory
 from async_rl.run.process import PARENT_VARIABLE, die_with_parent
 
@@ -38,7 +39,8 @@ class LaunchError(AsyncRLError):
 class ProcessSpec:
     """A process to be: `python -P -m module arguments…`, on `cpus` alone if there are any named. When all those that
     `ends_run` (the first to exit, where none does) have exited with 0, the others have the grace to do the same. One
-    that is `expendable` may fail while there are others like it."""
+    that is `expendable` may fail while there are others like it. One that a signal killed is started again, with
+    `again` added to its arguments; None: never."""
 
     name: str
     module: str
@@ -46,6 +48,7 @@ class ProcessSpec:
     ends_run: bool = False
     cpus: tuple[int, ...] = ()
     expendable: bool = False
+    again: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,12 @@ class Exit:
     last_line: str
     log: Path | None
 
+    @property
+    def signal_name(self) -> str:
+        return signal.Signals(-self.code).name
+
     def __str__(self) -> str:
-        how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit {self.code}"
+        how = f"killed by {self.signal_name}" if self.code < 0 else f"exit {self.code}"
         words = f": {self.last_line}" if self.last_line else ""
         return f"{self.name} failed ({how}){words}" + (f"; log: {self.log}" if self.log else "")
 
@@ -67,13 +74,15 @@ class Exit:
 class Outcome:
     """`failures` in the order in which they were seen; `interrupted` is the number of the signal that ended the
     run, 0 for none; `stuck` are those that had to be ended although the run was over; `lost` are the failures that the
-    run survived. `clean`: all that was interrupted ended with 0."""
+    run survived, and `restarted` those after which a process was started again. `clean`: all that was interrupted ended
+    with 0."""
 
     failures: tuple[Exit, ...] = ()
     interrupted: int = 0
     stuck: tuple[str, ...] = ()
     lost: tuple[Exit, ...] = ()
     clean: bool = False
+    restarted: tuple[Exit, ...] = ()
 
     @property
     def code(self) -> int:
@@ -94,7 +103,7 @@ def plan_run(nodes: int, config_path: Path, directory: RunDirectory, *flags: str
     """The processes of a whole run on this machine, services first; `flags` (--debug, --resume) go to all."""
     return [
         *plan_services(config_path, directory, *flags),
-        plan_pool("trainer", "trainer.learner", config_path, directory, *flags, ends_run=True),
+        plan_trainer("trainer", config_path, directory, *flags),
         *(plan_node(f"node-{index}", config_path, directory, *flags) for index in range(nodes)),
     ]
 
@@ -112,14 +121,19 @@ def pinned(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
 
 
 def plan_services(config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
-    return [
-        plan_pool("store", "buffer.store", config_path, directory, *flags),
-        plan_pool("buffer", "buffer.service", config_path, directory, *flags),
-    ]
+    store = plan_pool("store", "buffer.store", config_path, directory, *flags)
+    buffer = plan_pool("buffer", "buffer.service", config_path, directory, *flags)
+    return [replace(store, again=()), replace(buffer, again=())]
+
+
+def plan_trainer(name: str, config_path: Path, directory: RunDirectory, *flags: str) -> ProcessSpec:
+    """Started again it goes on from its newest checkpoint."""
+    again = () if "--resume" in flags else ("--resume",)
+    return replace(plan_pool(name, "trainer.learner", config_path, directory, *flags, ends_run=True), again=again)
 
 
 def plan_node(name: str, config_path: Path, directory: RunDirectory, *flags: str) -> ProcessSpec:
-    return replace(plan_pool(name, "inference.node", config_path, directory, *flags), expendable=True)
+    return replace(plan_pool(name, "inference.node", config_path, directory, *flags), expendable=True, again=())
 
 
 def plan_pool(
@@ -145,12 +159,16 @@ class Pools:
     """Processes that live and die together: a context manager that starts them and leaves none behind.
 
     Output goes to `logs`/<name>.log, or to the terminal when `logs` is None. While it is open, SIGINT, SIGTERM and
-    SIGHUP only take note; `supervise` acts on them. A second one ends the grace."""
+    SIGHUP only take note; `supervise` acts on them. A second one ends the grace. A process that a signal killed is
+    started again, `restarts` times at most; what it says itself before it fails is a reason, and ends the run."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], logs: Path | None, grace: float) -> None:
+    def __init__(self, specs: Sequence[ProcessSpec], logs: Path | None, grace: float, restarts: int = 0) -> None:
         self.specs = specs
         self.logs = logs
         self.grace = grace
+        self.restarts = restarts
+        self._restarted: list[Exit] = []
+        self._ending = False
         self.signals: list[int] = []
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._exits: dict[str, Exit] = {}
@@ -184,8 +202,9 @@ class Pools:
                 return self._end_failed(tick)
             if len(self._exits) == len(self.specs):
                 tick()
-                return Outcome(lost=tuple(self._failures()))
+                return Outcome(lost=tuple(self._failures()), restarted=tuple(self._restarted))
             if self._is_over():
+                self._end_latecomers()
                 over_since = over_since or time.monotonic()
                 if time.monotonic() - over_since > self.grace:
                     stuck = tuple(spec.name for spec in self.specs if spec.name not in self._exits)
@@ -197,6 +216,7 @@ class Pools:
     def end_all(self) -> None:
         """Returns when all are gone: SIGTERM to those that end the run, which then may tell the others; SIGTERM to
         all that are left; SIGKILL. A grace for each, cut short by another signal to the launcher."""
+        self._ending = True
         heard = max(1, len(self.signals))
         leaders = [spec.name for spec in self.specs if spec.ends_run and self._lives(spec.name)]
         if leaders:
@@ -224,16 +244,19 @@ class Pools:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
 
-    def _start(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+    def _start(self, spec: ProcessSpec, again: bool = False) -> subprocess.Popen[bytes]:
+        environment = child_environment()
+        if again:
+            environment.pop(killpoints.VARIABLE, None)  # a test's: it has had its death
         output: IO[bytes] | None = self._log(spec.name).open("ab") if self.logs else None
         parent = os.getpid()
         try:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", spec.module, *spec.arguments],
+                [sys.executable, "-P", "-m", spec.module, *spec.arguments, *((spec.again or ()) if again else ())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
-                env=child_environment(),
+                env=environment,
                 start_new_session=True,
                 preexec_fn=lambda: _before_exec(parent, spec.cpus),
             )
@@ -255,6 +278,38 @@ class Pools:
                 _kill_group(process.pid)
                 log = self._log(name) if self.logs else None
                 self._exits[name] = Exit(name, code, last_line(log) if log else "", log)
+        if not self._ending and not self.signals:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Those that a signal killed, while the run goes on."""
+        for spec in self.specs:
+            ended = self._exits.get(spec.name)
+            if ended is None or ended.code >= 0 or spec.again is None or self._is_over():
+                continue
+            if sum(each.name == spec.name for each in self._restarted) < self.restarts:
+                self._restarted.append(ended)
+                self._say(f"{spec.name} was killed by {ended.signal_name} and is started again")
+                del self._exits[spec.name]
+                self._processes[spec.name] = self._start(spec, again=True)
+
+    def _end_latecomers(self) -> None:
+        """The run is over, and only processes that were started again are left: they may wait for the others yet."""
+        left = {spec.name for spec in self.specs if spec.name not in self._exits}
+        if left and left <= {ended.name for ended in self._restarted}:
+            self._ending = True
+            self._signal(sorted(left), signal.SIGTERM)
+            self._wait(max(1, len(self.signals)))
+            for name in left:
+                self._exits[name] = Exit(name, 0, "", None)
+
+    def _say(self, words: str) -> None:
+        """In the launcher's own log, or to whoever looks at the terminal."""
+        if self.logs is None:
+            print(words, file=sys.stderr, flush=True)
+        else:
+            with self._log("launcher").open("a", encoding="utf-8") as log:
+                log.write(words + "\n")
 
     def _failures(self) -> list[Exit]:
         return [ended for ended in self._exits.values() if ended.code != 0]
@@ -270,7 +325,7 @@ class Pools:
 
     def _is_over(self) -> bool:
         enders = [spec.name for spec in self.specs if spec.ends_run] or list(self._exits)[:1]
-        return bool(enders) and all(name in self._exits for name in enders)
+        return bool(enders) and all(self._ended_well(name) for name in enders)
 
     def _end_failed(self, tick: Callable[[], None]) -> Outcome:
         deadline = time.monotonic() + SETTLE

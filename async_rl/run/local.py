@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,17 @@ from async_rl.run.checks import check_installed, check_model, check_task, check_
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
-from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, pinned, plan_pool, plan_run, plan_services
+from async_rl.run.launch import (
+    LaunchError,
+    Outcome,
+    Pools,
+    ProcessSpec,
+    pinned,
+    plan_node,
+    plan_run,
+    plan_services,
+    plan_trainer,
+)
 from async_rl.run.model_cache import model_path
 from async_rl.run.report import write_report
 from async_rl.run.view import RunView
@@ -44,7 +55,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
             specs = plan_run(config.inference.nodes, path, directory, *all_flags)
             if config.launch.pin:
                 specs = pinned(specs)
-            with Pools(specs, directory.logs, config.launch.grace) as pools:
+            with Pools(specs, directory.logs, config.launch.grace, config.launch.restarts) as pools:
                 outcome = _watch(pools, directory, config, console)
     finally:
         directory.remove_sockets()
@@ -53,6 +64,9 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     if outcome.interrupted:
         console.print(resume_words(directory), highlight=False, soft_wrap=True)
     _raise_failure(outcome, config)
+    for ended in outcome.restarted:
+        how = f"{ended.name} was killed by {ended.signal_name} and started again"
+        console.print(how, highlight=False, markup=False, soft_wrap=True)
     for loss in outcome.lost:
         console.print(f"{loss} (the run went on without it)", highlight=False, markup=False, soft_wrap=True)
     if outcome.code == 0:
@@ -76,7 +90,7 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
         with directory.hold():
             _print_invitation(directory, console)
             specs = plan_services(directory.config_path, directory, *flags)
-            with Pools(specs, None, config.launch.grace) as pools:
+            with Pools(specs, None, config.launch.grace, config.launch.restarts) as pools:
                 outcome = pools.supervise()
     finally:
         directory.remove_sockets()
@@ -142,7 +156,9 @@ def _run_pool(config: Config, out: Path, name: str, module: str, flags: Sequence
     directory = RunDirectory.open(out)
     config = with_model(config, directory)
     path = directory.write_pool_config(name, config)
-    with Pools([plan_pool(name, module, path, directory, *flags, ends_run=True)], None, config.launch.grace) as pools:
+    plan = plan_trainer if module == "trainer.learner" else plan_node
+    spec = replace(plan(name, path, directory, *flags), ends_run=True)
+    with Pools([spec], None, config.launch.grace, config.launch.restarts) as pools:
         outcome = pools.supervise()
     drained = module == "inference.node" and outcome.interrupted == signal.SIGTERM and outcome.clean
     return 0 if drained else outcome.code

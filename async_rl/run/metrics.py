@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -51,10 +52,12 @@ class MetricsWriter:
 
 
 class MetricsTail:
-    """Reads what was appended since the last look; a line without its end waits for the next one."""
+    """Reads what was appended since the last look; a line without its end waits for the next one. A file that took
+    another's place (a trainer went back to its checkpoint) is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file_number = 0
         self._offset = 0
         self._line = 0
 
@@ -62,6 +65,9 @@ class MetricsTail:
         """New records; none while the file does not exist. Raises MetricsError."""
         try:
             with self.path.open("rb") as file:
+                number = os.fstat(file.fileno()).st_ino
+                if number != self._file_number:
+                    self._file_number, self._offset, self._line = number, 0, 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
