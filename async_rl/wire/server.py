@@ -55,7 +55,7 @@ from async_rl.wire.messages import SCHEMA, Envelope, Message
 from async_rl.wire.security import check_endpoint
 from async_rl.wire.session import Report, Session, Verdict
 
-BURST_MESSAGES = 64  # per poll (or two a peer): larger bursts were slower, their memory is fresh each time
+BURST_MESSAGES = 128  # frames read per poll (or two a peer): with 16, what a burst costs was felt (15 %)
 KEEP_LOST_HEARTBEATS = 60  # how long a lost peer's session waits for it to resume
 STRANGERS_BYTES = 4 << 10  # more than any Hello; what is larger is not looked at before its sender has said one
 MAX_PEERS = 1 << 14  # far more than anybody has machines
