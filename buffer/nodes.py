@@ -140,7 +140,7 @@ class Nodes:
         """Set a node aside for what it did with the policy of that place; take its leases back afterwards."""
         self.quarantined += node.state != "quarantined"
         self._unfile(node)
-        node.reason = reason
+        node.reason = node.reason or reason  # what it began with: the policies after that are only more of it
         if node.state != "draining":  # that one is leased nothing in any case
             node.state = "quarantined"
         node.barred = max(order, order if node.barred is None else node.barred)

@@ -90,7 +90,7 @@ class Learner:
         self._store = store
         self._metrics = metrics
         self._samples = samples
-        self._pushes_seen = 0
+        self._pushes_seen = self._mismatches_seen = 0
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
         self._evaluating: dict[PolicyId, EvalRequest] = {}
@@ -280,8 +280,9 @@ class Learner:
                 self._samples.write(record)
 
     def _on_status(self, status: Status) -> None:
-        self._metrics.write({"time_s": self._time_s(), "pools": pools_record(status, self._pushes_seen)})
-        self._pushes_seen = status.pushes
+        pools = pools_record(status, self._pushes_seen, self._mismatches_seen)
+        self._metrics.write({"time_s": self._time_s(), "pools": pools})
+        self._pushes_seen, self._mismatches_seen = status.pushes, status.mismatch_count
 
     def _time_s(self) -> float:
         """Seconds of this run, those before a resume included."""

@@ -111,9 +111,11 @@ def samples_due(step: int, steps: int) -> bool:
     return step % every == 0 or step == steps - 1
 
 
-def pools_record(status: Status, pushes_before: int) -> Record:
-    """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since `pushes_before`."""
+def pools_record(status: Status, pushes_before: int, mismatches_before: int = 0) -> Record:
+    """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since `pushes_before`, and
+    `mismatches` what nodes have shown since `mismatches_before`: [node, version, largest |dlogp| in nats, k3]."""
     new = max(0, status.pushes - pushes_before)
+    shown = max(0, status.mismatch_count - mismatches_before)
     return {
         "uptime_s": round(status.uptime_s, 3),
         "confirmed": status.confirmed_batches,
@@ -123,6 +125,11 @@ def pools_record(status: Status, pushes_before: int) -> Record:
         "waiting": status.waiting,
         "ledger": status.ledger,
         "push_ms": [round(value, 2) for value in (status.push_ms[-new:] if new else ())],
+        "mismatches": [
+            [each.node, each.version, each.max_dlogp, each.k3] for each in (status.mismatches[-shown:] if shown else ())
+        ],
+        "quarantined": status.quarantined,
+        "returned": status.returned,
         "nodes": [
             {
                 "name": node.name,
@@ -135,6 +142,9 @@ def pools_record(status: Status, pushes_before: int) -> Record:
                 "alive_s": round(node.alive_s, 3),
                 "sampled_tokens": node.sampled_tokens,
                 "decode_steps": node.decode_steps,
+                "reason": node.reason,
+                "max_dlogp": node.max_dlogp,
+                "k3": node.k3,
             }
             for node in status.nodes
         ],

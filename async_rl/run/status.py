@@ -41,7 +41,8 @@ class StatusError(AsyncRLError):
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """`behind` in versions; `busy` is the share of its time with work, `tokens_per_second` what it sampled over its
-    time, both since it joined."""
+    time, both since it joined. `mismatch` is the largest difference of a log-probability from the trainer's when it
+    last showed a policy, in nats; `reason` why it is quarantined."""
 
     name: str
     state: str
@@ -52,6 +53,8 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     busy: float
     tokens_per_second: float
+    mismatch: float | None = None
+    reason: str = ""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,6 +245,8 @@ def _live_node(node: NodeStatus, newest: int | None) -> NodeState:
         slots=node.slots,
         busy=node.busy_fraction,
         tokens_per_second=node.sampled_tokens / node.alive_s if node.alive_s else 0.0,
+        mismatch=node.max_dlogp,
+        reason=node.reason,
     )
 
 
@@ -329,6 +334,8 @@ def _recorded_node(node: Mapping[str, Any], newest: int) -> NodeState:
         slots=node["slots"],
         busy=float(node["busy_s"]) / alive if alive else 0.0,
         tokens_per_second=float(node["sampled_tokens"]) / alive if alive else 0.0,
+        mismatch=node.get("max_dlogp"),
+        reason=node.get("reason", ""),
     )
 
 

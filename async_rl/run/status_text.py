@@ -27,6 +27,7 @@ def state_text(state: RunState) -> str:
             ("newest", None if state.phase != "running" else f"policy {state.newest}" if state.newest else "none yet"),
             ("store", state.store),
             *nodes,
+            *_set_aside(state.nodes),
             ("ready", _ready(state.ready)),
             ("ledger", _ledger(state)),
             ("eval", _counts(state.eval_ledger)),
@@ -48,14 +49,18 @@ def node_rows(nodes: Sequence[NodeState]) -> list[str]:
     """A table, its columns as wide as they have to be."""
     if not nodes:
         return []
-    rows = [("name", "state", "engine", "policy", *RIGHT)]
+    # Of how far each is from the trainer's log-probabilities, where that was measured.
+    shows = any(node.mismatch is not None for node in nodes)
+    right = (*RIGHT, "mismatch") if shows else RIGHT
+    rows: list[tuple[str, ...]] = [("name", "state", "engine", "policy", *right)]
     for node in nodes:
         behind = NONE if node.behind is None else str(node.behind)
         rate = f"{node.tokens_per_second:,.0f}"
         counts = (behind, str(node.leased), str(node.slots), f"{node.busy:.0%}", rate)
-        rows.append((node.name, node.state, node.engine or NONE, node.policy or NONE, *counts))
+        mismatch = (NONE if node.mismatch is None else f"{node.mismatch:.1e}",) if shows else ()
+        rows.append((node.name, node.state, node.engine or NONE, node.policy or NONE, *counts, *mismatch))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first_number = len(widths) - len(RIGHT)
+    first_number = len(widths) - len(right)
     return [
         "  ".join(
             cell.ljust(width) if index < first_number else cell.rjust(width)
@@ -63,6 +68,12 @@ def node_rows(nodes: Sequence[NodeState]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def _set_aside(nodes: Sequence[NodeState]) -> list[tuple[str, str]]:
+    """Why each quarantined node is."""
+    reasons = [f"{node.name}, {node.reason}" for node in nodes if node.reason]
+    return [("set aside" if index == 0 else "", reason) for index, reason in enumerate(reasons)]
 
 
 def _heading(state: RunState) -> list[tuple[str, str | None]]:
