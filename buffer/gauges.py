@@ -12,6 +12,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.link import Server
 from buffer.nodes import NodeState, NodeView
 
+MENDED = ("duplicate", "gap", "resends")  # by sending again
 OPEN = ("leased", "ready", "batched")
 DROPPED = "dropped."
 NODE_STATES = [state for state in get_args(NodeState) if state != "gone"]
@@ -61,6 +62,11 @@ def attempts_reading(ledger: Mapping[str, int], evaluation: Mapping[str, int], o
     }
 
 
+def refused(server: Server) -> dict[str, int]:
+    """What a server counts, but for what a link mends by itself."""
+    return {kind: count for kind, count in server.counters.copy().items() if kind not in MENDED}
+
+
 def nodes_by_state(states: Iterable[str]) -> dict[str, int]:
     """Every state that a node can be in, also those that none is in."""
     return {**dict.fromkeys(NODE_STATES, 0), **Counter(states)}
@@ -93,6 +99,6 @@ class StoreGauges:
             STORE_NEWEST: newest.version if newest else None,
             PULLS: self._pulls,
             SERVED_BYTES: self._served_bytes,
-            REFUSED: server.counters | {"misplaced": self._misplaced},
+            REFUSED: refused(server) | {"misplaced": self._misplaced},
             **link_reading({"store": server}),
         }

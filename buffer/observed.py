@@ -103,7 +103,7 @@ class Observed:
             gauges.BOUND: self._config.buffer.max_staleness,
             gauges.BATCHES: replay.confirmed_batches,
             gauges.PUSH: self._push_seconds.read(),
-            gauges.REFUSED: server.counters.copy(),
+            gauges.REFUSED: gauges.refused(server),
             **link_reading({"buffer": server}),
         }
 

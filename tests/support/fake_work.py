@@ -23,6 +23,7 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment, last_line
 from async_rl.trajectory import Segment, Trajectory, decode_trajectory, encode_trajectory, pack_segments
 from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client, LinkClosed, LinkTimeout, Received
 from async_rl.wire.messages import (
     Batch,
@@ -88,9 +89,10 @@ class Service:
     def dial(self, role: Role, name: str, endpoint: str = "", arrange: Callable[[Client], object] = id) -> Client:
         """A connected link; `arrange` may do something to it before it connects."""
         heartbeat_s = self.config.buffer.heartbeat
+        keys = dial_keys(self.directory.keys, role) if self.directory.keys is not None else None
         link = Client(
             endpoint or self.directory.endpoint, run=self.directory.run_id, token=self.directory.token, role=role,
-            name=name, peer="the service", heartbeat_s=heartbeat_s,
+            name=name, peer="the service", heartbeat_s=heartbeat_s, keys=keys,
         )  # fmt: skip
         arrange(link)
         link.connect(PATIENCE_S)
