@@ -33,6 +33,7 @@ class Proofs:
         self.canary: PolicyId | None = None
         self._canary_proof: Proof | None = None
         self._base = b""
+        self._registered = 0
         self._orders: dict[tuple[int, str], int] = {}
         self._proofs: dict[tuple[int, str], Proof] = {}
 
@@ -43,19 +44,23 @@ class Proofs:
             self._base = proof.base if proof else b""
             return
         key = (policy.version, policy.digest)
-        self._orders.setdefault(key, len(self._orders))
+        if key not in self._orders:
+            self._orders[key] = self._registered
+            self._registered += 1
+            while len(self._orders) > self._kept:
+                del self._orders[next(iter(self._orders))]
         if proof is not None and key not in self._proofs:
             self._proofs[key] = proof
             while len(self._proofs) > self._kept:
                 del self._proofs[next(iter(self._proofs))]
 
     def order(self, policy: PolicyId) -> int:
-        """Its place among all registered policies; -1 for the canary and what was never registered."""
+        """Its place among all registered policies; -1 for the canary, what was never registered and what is long ago."""
         return -1 if policy.name == CANARY else self._orders.get((policy.version, policy.digest), -1)
 
-    def asks(self, version: int, digest: str) -> bool:
-        """Whether a node must have passed for this policy: also one whose proof is not kept any more."""
-        return bool(self._proofs) and (version, digest) in self._orders
+    def asks(self) -> bool:
+        """Whether a node must have passed for a policy: also for one whose proof is not kept any more."""
+        return bool(self._proofs)
 
     def judge(self, policy: PolicyId, shown: Proof | None, bound: float) -> Verdict:
         """`bound` in nats, as the node's engine declares it."""

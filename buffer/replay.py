@@ -58,8 +58,8 @@ from buffer.groups import Group, Groups, batch_group
 from buffer.handover import Handovers
 from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
-from buffer.quarantine import Quarantine
-from buffer.results import Refusal, is_owed, sort_dispositions, why_not_owed, why_refused
+from buffer.quarantine import KEPT, Quarantine
+from buffer.results import Refusal, is_owed, remember, sort_dispositions, why_not_owed, why_refused
 from buffer.rules import Rules, rules_from_config
 from buffer.waiting import who_waits
 
@@ -86,7 +86,7 @@ class Replay:
         self.ended = ""
         self.outside_counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        self.published: dict[int, set[str]] = {}  # digests by version
+        self.published: dict[int, set[str]] = {}  # digests by version, of those that still matter
 
     # --- views -------------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class Replay:
     def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
         self.quarantine.proofs.registered(event.policy, event.proof)
         if event.policy.name != CANARY:
-            self.published.setdefault(event.policy.version, set()).add(event.policy.digest)
+            remember(self.published, event.policy, self.rules.max_staleness + KEPT)
             self.nodes.policy_registered()
 
     def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from async_rl.version import VersionRun, oldest_version
+from async_rl.version import PolicyId, VersionRun, oldest_version
 from async_rl.wire.messages import Disposition, Outcome
 from buffer.events import ResultArrived
 from buffer.leases import EvalLease, LeaseRecord, Leases
@@ -15,7 +15,7 @@ from buffer.nodes import Node
 from buffer.proofs import Proofs
 
 Policies = Mapping[int, AbstractSet[str]]
-"""Every digest that was ever published in this run, by version."""
+"""Published digests by version, in the order in which the versions were published last; see `remember`."""
 
 
 class Refusal(NamedTuple):
@@ -23,6 +23,15 @@ class Refusal(NamedTuple):
 
     kind: str
     reason: str
+
+
+def remember(published: dict[int, set[str]], policy: PolicyId, kept: int) -> None:
+    """Note a published policy, and forget the versions published before the last `kept`: who serves one of these is
+    that far beyond the staleness bound, and gets no lease for what it samples."""
+    digests = published.pop(policy.version, set())
+    published[policy.version] = digests | {policy.digest}
+    while len(published) > kept:
+        del published[next(iter(published))]
 
 
 def is_owed(event: ResultArrived, lease: LeaseRecord, owed: int) -> bool:
@@ -61,7 +70,7 @@ def why_refused(
         pinned = (lease.policy.version, lease.policy.digest)
         if any((run.version, run.digest) != pinned for run in event.versions):
             return Refusal("wrong_policy", f"not evaluated under {lease.policy.short()}")
-        if pinned not in lease.holder.passed and proofs.asks(*pinned):
+        if pinned not in lease.holder.passed and proofs.asks():
             return Refusal("unattested", f"{lease.node} has not shown that it holds {lease.policy.short()}")
         return None
     for run in event.versions:
