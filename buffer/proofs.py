@@ -55,7 +55,7 @@ class Proofs:
                 del self._proofs[next(iter(self._proofs))]
 
     def order(self, policy: PolicyId) -> int:
-        """Its place among all registered policies; -1 for the canary, what was never registered and what is long ago."""
+        """Its place among all registered policies; -1 for the canary, and what is unknown or long ago."""
         return -1 if policy.name == CANARY else self._orders.get((policy.version, policy.digest), -1)
 
     def asks(self) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 from async_rl.version import PolicyId, VersionRun
 from inference.rows import IntArray, policy_ranges
 
-
 KEPT = 1024  # policies whose number is remembered: no token in flight was sampled that many flips ago
 
 
