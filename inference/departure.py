@@ -41,6 +41,7 @@ class Departure:
         self._handover = handover
         self._send = send
         self._samples_until: float | None = None  # None: the node stays
+        self._grace_s = 0.0
 
     @property
     def began(self) -> bool:
@@ -54,11 +55,17 @@ class Departure:
             return
         self._samples_until = until
         log.info("leaving within %.1f s: %s", grace_s, why)
-        self._send(NodeDraining(grace_s), ())
+        self._grace_s = grace_s
+        self.say_again()
         fresh = [request.key for request in self._serving.waiting() if request.prefix is None]
         for key in fresh:
             self._serving.take_out(key)
         self._give_back(fresh)
+
+    def say_again(self) -> None:
+        """To a buffer that was started again too."""
+        if self.began:
+            self._send(NodeDraining(self._grace_s), ())
 
     def is_due(self, now: float) -> bool:
         """Whether to `leave` now."""

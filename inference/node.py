@@ -263,8 +263,6 @@ class Node:
         cancels what is not its any more."""
         if reason:
             log.warning("introduced again: %s", reason)
-        if self._departure.began:
-            return
         self._send_results()  # first: what is sent is not held
         self._buffer.send(
             msgspec.structs.replace(
@@ -272,6 +270,7 @@ class Node:
             )
         )
         self._prover.again()
+        self._departure.say_again()
 
     def _on_cancel(self, lease_id: int) -> None:
         for key in self._book.cancel(lease_id):

@@ -47,8 +47,9 @@ class Place:
         self.asked: list[PolicyId] = []
         self.unstarted: list[Any] = []
         self.serving = Serving(
-            self.engine, in_flight, 10.0, self.asked.append, lambda *_: None, lambda *args: self.unstarted.append(args)
-        )
+            self.engine, in_flight, 10.0, self.asked.append, lambda *_: None,
+            lambda *args: self.unstarted.append(args), lambda installed: None,
+        )  # fmt: skip
         self.book = RolloutBook(TASK, Tokens(), "node", "torch")
         self.said: list[Message] = []
         self.departure = Departure(self.book, self.serving, handover, lambda message, blobs: self.said.append(message))
