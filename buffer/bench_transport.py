@@ -25,6 +25,7 @@ METRICS = (
 )
 WARM_S, WINDOW_S = 0.5, 2.0
 QUICK_WARM_S, QUICK_WINDOW_S = 0.2, 0.5
+QUICK_CELLS = 2  # of a length: with more, a quick run would take minutes
 
 
 def arms(load: Load) -> dict[str, Callable[[], Measures]]:
@@ -46,7 +47,7 @@ def main(options: argparse.Namespace, console: Console) -> None:
     times = (QUICK_WARM_S, QUICK_WINDOW_S) if options.quick else (WARM_S, WINDOW_S)
     cells = []
     for tokens in options.tokens:
-        for producers in options.producers:
+        for producers in options.producers[: QUICK_CELLS if options.quick else None]:
             load = Load(tokens, producers, *times)
             chosen = [Arm(name, measure) for name, measure in arms(load).items() if selected(name, options.arms)]
             cells.append(Cell(f"{tokens} tokens, {producers} producers", chosen, BASELINE))
