@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.version import PolicyId
@@ -107,3 +107,56 @@ def test_a_store_that_starts_again_serves_nothing_of_an_earlier_session(tmp_path
     again = PolicyFiles(tmp_path, "run1", 1)
     assert again.newest is None
     assert list(tmp_path.glob("*.policy")) == []
+
+
+def test_the_same_policy_again_is_stored_and_announced_once(tmp_path: Path) -> None:
+    files = PolicyFiles(tmp_path, "run1", 4)
+    first = files.add(upload(policy(3), b"x"), memoryview(b"x"))
+    assert files.add(upload(policy(3), b"x"), memoryview(b"x")) == first
+    assert files.newest_order == 1
+    assert len((tmp_path / "index.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_version_trained_again_is_kept_and_not_announced_until_its_version_passes_the_highest(
+    tmp_path: Path,
+) -> None:
+    """A trainer goes back from 12 to 10, and comes out with other digests: nodes serve the old 12 until the 13."""
+    files = PolicyFiles(tmp_path, "run1", 4)
+    for version in (10, 11, 12):
+        files.add(upload(policy(version), b"old"), memoryview(b"old"))
+    orders = [files.add(upload(policy(version, "b"), b"new"), memoryview(b"new")).order for version in (10, 11, 12, 13)]
+    assert orders == [0, 0, 0, 4]
+    assert files.newest is not None
+    assert files.newest.policy == policy(13, "b")
+    assert files.read(policy(11, "b"), 0, 9) == b"new"
+    assert files.read(policy(11), 0, 9) == b"old"
+
+
+@settings(max_examples=30, deadline=None)
+@given(versions=st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab")), max_size=20))
+def test_what_is_announced_later_has_the_higher_version(
+    versions: list[tuple[int, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    files = PolicyFiles(tmp_path_factory.mktemp("store"), "run1", 3)
+    announced: dict[int, int] = {}
+    for version, mark in versions:
+        data = f"{version}{mark}".encode()
+        entry = files.add(upload(policy(version, mark), data), memoryview(data))
+        if entry.order:
+            announced[entry.order] = version
+    rising = [announced[order] for order in sorted(announced)]
+    assert rising == sorted(set(rising))
+
+
+def test_the_canary_is_kept_for_good_and_is_never_the_newest(tmp_path: Path) -> None:
+    files = PolicyFiles(tmp_path, "run1", 0)
+    canary = PolicyId("canary", 0, "c" * 64)
+    files.add(Upload(canary, "canary", 1, hashlib.sha256(b"c").hexdigest()), memoryview(b"c"))
+    assert files.newest is None
+    for version in range(5):
+        files.add(upload(policy(version), b"x"), memoryview(b"x"))
+    assert files.newest is not None
+    assert files.newest.policy == policy(4)
+    assert files.canary is not None
+    assert files.canary.policy == canary
+    assert files.read(canary, 0, 9) == b"c"

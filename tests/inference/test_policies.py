@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from async_rl.proof import CANARY
 from async_rl.run.exporter import Exporter
 from async_rl.run.process import StopEvent
 from async_rl.run.watchdog import Watchdog
@@ -104,6 +105,11 @@ class House:
         self._trainer.send(upload_of(version, data), [data])
         assert self._trainer.receive(PATIENCE_S, "its upload").message == Stored(policy(version))
         return data
+
+    def upload_as(self, identity: PolicyId, data: bytes) -> None:
+        upload = Upload(identity, identity.name, len(data), hashlib.sha256(data).hexdigest())
+        self._trainer.send(upload, [data])
+        assert self._trainer.receive(PATIENCE_S, "its upload").message == Stored(identity)
 
     def pin(self, version: int) -> None:
         self._trainer.send(PinPolicy(policy(version), True))
@@ -376,3 +382,36 @@ def test_a_puller_that_hears_of_the_runs_end_completes_what_it_has_begun_and_end
     node.puller._thread.join(PATIENCE_S)
     assert not node.puller._thread.is_alive()
     assert node.inbox.empty()
+
+
+# --- the canary ------------------------------------------------------------------------------------------------------
+
+
+def test_the_canary_comes_before_any_policy_whenever_a_node_joins_and_once(house: House) -> None:
+    canary, data = PolicyId(CANARY, 0, "c" * 64), data_of(99)
+    early = house.node()
+    house.upload_as(canary, data)
+    house.upload(0, data_of(0))
+    for name in ("node", "late"):
+        node = early if name == "node" else house.node(house.link("node", name))
+        fetched = node.next()
+        assert (fetched.policy, fetched.order, fetched.path.read_bytes()) == (canary, 0, data)
+        assert node.expect(0, data_of(0)).order == 1
+    house.upload_as(canary, data)  # by a trainer that was started again
+    house.upload(1, data_of(1))
+    assert early.expect(1, data_of(1)).order == 2
+
+
+def test_a_canary_that_did_not_come_is_asked_for_again_and_nothing_else_before(house: House) -> None:
+    canary = PolicyId(CANARY, 0, "c" * 64)
+    house.upload_as(canary, data_of(99))
+    house.upload(0, data_of(0))
+    (path,) = house.files.glob("0-cccc*.policy")
+    hidden = path.rename(path.with_suffix(".hidden"))
+    node = house.node()
+    failed = node.next()
+    assert isinstance(failed, PolicyFetchFailed)
+    assert failed.policy == canary
+    hidden.rename(path)
+    assert node.next().policy == canary
+    node.expect(0, data_of(0))

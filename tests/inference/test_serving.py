@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from async_rl.policy.adapter import CONFIG_KEY, read_adapter
+from async_rl.proof import CANARY
 from async_rl.version import PolicyId, VersionRun
 from inference.engine import Completion, InFlight, Installed, Request
 from inference.policies import PolicyFetched
@@ -408,3 +409,29 @@ def test_requests_that_follow_every_flip_hold_no_slot(house: Callable[..., House
     one.fill(0, 1, 2, 3)
     assert one.resident == [2, 3]
     assert versions(one.run(0, 1, 2, 3)) == [[0, 1, 2, 3], [1, 2, 3], [2, 3], [3]]
+
+
+def test_a_canary_is_shown_before_the_first_policy_and_taken_off_again_and_never_serves(
+    house: Callable[..., House],
+) -> None:
+    one = house(max_resident=2)
+    policy, path = one.tiny.policy(4)
+    canary = PolicyId(CANARY, 0, policy.digest)
+    one.serving.fetched(PolicyFetched(canary, Path(shutil.copy(path, one.folder / "canary")), 0, 1.0), one.now)
+    one.fetch(0)
+    assert one.advance() == 0
+    assert [installed.policy for installed in one.held] == [canary]
+    assert one.held[0].matched_modules == tuple(sorted(one.tiny.linears))
+    assert one.engine.serving == one.policy(0)
+    assert one.resident == [0]
+
+
+def test_a_policy_that_evaluation_pins_is_shown_too_before_its_first_token(house: Callable[..., House]) -> None:
+    one = house()
+    one.serve(0)
+    one.start(5, new=2, pinned=3)
+    one.fetch(3, order=0)
+    one.advance()
+    assert [installed.policy for installed in one.held] == [one.policy(3)]
+    assert not one.done
+    assert versions(one.run(5)) == [[3]]

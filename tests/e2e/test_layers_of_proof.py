@@ -1,0 +1,183 @@
+"""Which layer catches what: a real trainer's proofs against a real engine's, with the fault in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import inference.torch_engine as torch_engine
+from async_rl.config import AlgorithmConfig, TrainerConfig
+from async_rl.policy.adapter import read_adapter, write_adapter
+from async_rl.proof import make_proof, probe_tokens
+from async_rl.version import PolicyId
+from buffer.proofs import Proofs, Verdict
+from inference.engine import EngineError
+from inference.slot_linear import LowRank
+from trainer.backend import Sample
+from trainer.proving import Prover
+from trainer.torch_backend import TorchBackend
+
+VOCAB, SEED = 40, 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=96, max_position_embeddings=48, tie_word_embeddings=False,
+    )  # fmt: skip
+    made = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+    made.save_pretrained(folder)
+    return folder
+
+
+class Delivery:
+    """One trainer, one engine, and the buffer's judgement between them."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        trainer = TrainerConfig(rank=4, learning_rate=1e-4, warmup_steps=0)
+        self.backend = TorchBackend(model, trainer=trainer, algorithm=AlgorithmConfig(), temperature=1.0, seed=1)
+        self.engine = torch_engine.TorchEngine(model, slots=2, max_context=40, max_resident=2)
+        self.prover = Prover(self.backend, SEED)
+        self.proofs = Proofs(kept=10)
+        self.canary_path, self.path = folder / "canary", folder / "policy"
+        self.canary, proof = self.prover.canary(self.canary_path)
+        self.proofs.registered(self.canary, proof)
+        self.version = -1
+        self.publish()
+
+    def publish(self) -> PolicyId:
+        self.version += 1
+        digest = self.backend.export(self.path)
+        self.policy = PolicyId("main", self.version, digest)
+        self.proofs.registered(self.policy, self.prover.prove(digest))
+        return self.policy
+
+    def train(self) -> None:
+        tokens = np.arange(30, dtype=np.int32)
+        mask = (tokens < 4).astype(np.uint8)
+        sample = Sample(tokens, np.full(30, -3.0, np.float32), mask, np.zeros(30, np.int32), 1.0, 0, 0)
+        assert not self.backend.step([sample], 1e-4).skipped
+
+    def judge(self, policy: PolicyId, path: Path) -> Verdict:
+        """Load, score, and take off again."""
+        installed = self.engine.install(policy, path)
+        tokens = probe_tokens(SEED, self.engine.vocabulary_size)
+        shown = make_proof(tokens, self.engine.score(policy, tokens), installed.matched_modules)
+        self.engine.evict(policy)
+        return self.proofs.judge(policy, shown, self.engine.capabilities.logprob_bound)
+
+
+@pytest.fixture
+def delivery(model: Path, tmp_path: Path) -> Delivery:
+    return Delivery(model, tmp_path)
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Change what the engine's own check lets through."""
+
+    def break_(change: Any) -> None:
+        whole = torch_engine.match_adapter
+        monkeypatch.setattr(
+            torch_engine, "match_adapter",
+            lambda *arguments: {name: low for name, each in whole(*arguments).items() if (low := change(name, each))},
+        )  # fmt: skip
+
+    return break_
+
+
+def scaled(name: str, each: LowRank) -> LowRank:
+    return LowRank(each.a, each.b, each.scale / 8)
+
+
+def base(name: str, each: LowRank) -> LowRank:
+    return LowRank(each.a, each.b * 0, each.scale)
+
+
+def one_lost(name: str, each: LowRank) -> LowRank | None:
+    return None if name.endswith("1.mlp.down_proj") else each
+
+
+def rows_reversed(name: str, each: LowRank) -> LowRank:
+    """Another layout of one module of 21."""
+    return LowRank(each.a, each.b.flip(0), each.scale) if name.endswith("2.self_attn.o_proj") else each
+
+
+def test_what_is_delivered_passes_the_canary_and_every_flip(delivery: Delivery) -> None:
+    assert delivery.judge(delivery.canary, delivery.canary_path).cause == ""
+    for _ in range(3):
+        delivery.train()
+        verdict = delivery.judge(delivery.publish(), delivery.path)
+        assert verdict.cause == ""
+        assert verdict.mismatch is not None
+        assert verdict.mismatch.max_dlogp < 1e-4
+
+
+@pytest.mark.parametrize("fault", [scaled, base, rows_reversed])
+def test_the_canary_catches_what_the_first_policies_are_too_small_to_show(
+    delivery: Delivery, breaking: Any, fault: Any
+) -> None:
+    delivery.train()
+    policy = delivery.publish()
+    breaking(fault)
+    assert delivery.judge(policy, delivery.path).cause == ""  # one step at this rate moves less than two engines differ
+    cause = delivery.judge(delivery.canary, delivery.canary_path).cause
+    assert "log-probabilities on the probe differ" in cause
+    assert ("as the base model's do" in cause) == (fault is base)
+
+
+@pytest.mark.parametrize("fault", [scaled, base])
+def test_the_flip_probe_catches_it_where_the_canary_has_passed(delivery: Delivery, breaking: Any, fault: Any) -> None:
+    assert delivery.judge(delivery.canary, delivery.canary_path).cause == ""
+    for _ in range(80):
+        delivery.train()
+    policy = delivery.publish()
+    assert delivery.judge(policy, delivery.path).cause == ""
+    breaking(fault)
+    assert "log-probabilities on the probe differ" in delivery.judge(policy, delivery.path).cause
+
+
+def test_the_matched_set_catches_one_lost_module_whatever_it_does(delivery: Delivery, breaking: Any) -> None:
+    breaking(one_lost)
+    assert (
+        "another set of modules (20) than the trainer adapts (21)"
+        in delivery.judge(delivery.policy, delivery.path).cause
+    )
+
+
+def test_the_digest_catches_a_changed_file_before_anything_is_loaded(delivery: Delivery) -> None:
+    tensors, config = read_adapter(delivery.path)
+    for changed in (
+        {name: tensor + 1e-6 for name, tensor in tensors.items()},
+        {name.replace("q_proj", "k_proj_"): tensor for name, tensor in tensors.items()},
+        {},
+    ):
+        write_adapter(delivery.path, changed, config)
+        with pytest.raises(EngineError, match="is not the announced"):
+            delivery.engine.install(delivery.policy, delivery.path)
+    write_adapter(delivery.path, tensors, config | {"lora_alpha": 2 * config["lora_alpha"]})
+    with pytest.raises(EngineError, match="is not the announced"):
+        delivery.engine.install(delivery.policy, delivery.path)
+    assert not delivery.engine.resident
+
+
+def test_other_base_weights_are_caught_at_the_first_canary(delivery: Delivery, model: Path, tmp_path: Path) -> None:
+    """Which no fingerprint of the safetensors headers can show."""
+    other = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight[3] += 0.1
+    other.save_pretrained(tmp_path / "other")
+    delivery.engine = torch_engine.TorchEngine(tmp_path / "other", slots=2, max_context=40, max_resident=2)
+    assert "differ from the trainer's" in delivery.judge(delivery.canary, delivery.canary_path).cause
