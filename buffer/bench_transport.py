@@ -18,6 +18,7 @@ from buffer.bench_transport_arms import Load, measure_push, measure_queue
 from buffer.bench_transport_link import measure_draw, measure_ingest, per_message
 
 BASELINE = "raw PUSH/PULL, one frame"
+CURVE_BASELINE = "raw PUSH/PULL, one frame, CURVE"
 METRICS = (
     Metric("traj_per_s", "trajectories/s", "higher"),
     Metric("cpu_us_per_traj", "CPU µs each", "lower"),
@@ -28,7 +29,7 @@ QUICK_WARM_S, QUICK_WINDOW_S = 0.2, 0.5
 QUICK_CELLS = 2  # of a length: with more, a quick run would take minutes
 
 
-def arms(load: Load) -> dict[str, Callable[[], Measures]]:
+def arms(load: Load, curve: bool = False) -> dict[str, Callable[[], Measures]]:
     found: dict[str, Callable[[], Measures]] = {
         BASELINE: partial(measure_push, load, lists=False),
         "msgpack lists": partial(measure_push, load, lists=True),
@@ -37,6 +38,9 @@ def arms(load: Load) -> dict[str, Callable[[], Measures]]:
         "link: ingest + draw": partial(measure_draw, load, coalesced=False),
         "link: ingest, journal": partial(measure_ingest, load, coalesced=False, journal=True),
     }
+    if curve:
+        found[CURVE_BASELINE] = partial(measure_push, load, lists=False, curve=True)
+        found["link: ingest, CURVE"] = partial(measure_ingest, load, coalesced=False, curve=True)
     if per_message(load, coalesced=True) > 1:
         found["link: ingest, coalesced"] = partial(measure_ingest, load, coalesced=True)
         found["link: ingest + draw, coalesced"] = partial(measure_draw, load, coalesced=True)
@@ -49,7 +53,11 @@ def main(options: argparse.Namespace, console: Console) -> None:
     for tokens in options.tokens:
         for producers in options.producers[: QUICK_CELLS if options.quick else None]:
             load = Load(tokens, producers, *times)
-            chosen = [Arm(name, measure) for name, measure in arms(load).items() if selected(name, options.arms)]
+            chosen = [
+                Arm(name, measure)
+                for name, measure in arms(load, options.curve).items()
+                if selected(name, options.arms)
+            ]
             cells.append(Cell(f"{tokens} tokens, {producers} producers", chosen, BASELINE))
     settings = {"tokens": options.tokens, "producers": options.producers, "window_s": times[1]}
     rounds = 1 if options.quick else options.rounds
@@ -57,13 +65,14 @@ def main(options: argparse.Namespace, console: Console) -> None:
 
 
 def selected(name: str, wanted: list[str]) -> bool:
-    return name == BASELINE or not wanted or any(part in name for part in wanted)
+    return name in (BASELINE, CURVE_BASELINE) or not wanted or any(part in name for part in wanted)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = bench_parser("transport", "Trajectories through the buffer, against raw ZeroMQ.", rounds=7)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], metavar="N")
     parser.add_argument("--producers", type=int, nargs="+", default=[1, 4, 16], metavar="N")
+    parser.add_argument("--curve", action="store_true", help="also encrypted: raw ZeroMQ, and the link's ingest")
     parser.add_argument("--arms", nargs="+", default=[], metavar="TEXT", help="only arms whose name contains one")
     return parser
 

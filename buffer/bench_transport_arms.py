@@ -231,33 +231,50 @@ def unpack_lists(lists: Lists) -> Arrays:
     )
 
 
-def measure_push(load: Load, lists: bool) -> Measures:
+class CurveKeys(NamedTuple):
+    """Of the receiver, and one pair for all senders."""
+
+    server_public: bytes
+    server_secret: bytes
+    public: bytes
+    secret: bytes
+
+
+def measure_push(load: Load, lists: bool, curve: bool = False) -> Measures:
+    keys = CurveKeys(*zmq.curve_keypair(), *zmq.curve_keypair()) if curve else None
     with Crew() as crew:
         endpoint: Any = crew.context.SimpleQueue()
-        crew.start(_pull, endpoint, load, lists, crew.count)
+        crew.start(_pull, endpoint, load, lists, crew.count, keys)
         crew.wait_until(lambda: not endpoint.empty(), "the receiver to start")
         address = endpoint.get()
         for seed in range(load.producers):
-            crew.start(_push, address, load, lists, seed)
+            crew.start(_push, address, load, lists, seed, keys)
         return steady(crew, load)
 
 
-def _push(address: str, load: Load, lists: bool, seed: int) -> None:
+def _push(address: str, load: Load, lists: bool, seed: int, keys: CurveKeys | None) -> None:
     encode = msgspec.msgpack.Encoder().encode
     pack: Callable[[int, Arrays], Any] = pack_lists if lists else pack_frame
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.setsockopt(zmq.SNDHWM, WAITING_MESSAGES)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         socket.connect(address)
         for index, arrays in enumerate(prepared(load.tokens, seed)):
             socket.send(encode(pack(index, arrays)))
 
 
-def _pull(endpoint: Any, load: Load, lists: bool, count: Any) -> None:
+def _pull(endpoint: Any, load: Load, lists: bool, count: Any, keys: CurveKeys | None) -> None:
     decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(Lists if lists else Frame).decode
     unpack: Callable[[Any], Arrays] = unpack_lists if lists else unpack_frame
     ring = Ring(load.tokens, count)
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
         endpoint.put(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
         while True:
             ring.add(unpack(decode(socket.recv())))

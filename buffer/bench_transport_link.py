@@ -51,6 +51,7 @@ from async_rl.trajectory import (
     segment_arrays,
 )
 from async_rl.version import PolicyId, VersionRun
+from async_rl.wire.keys import dial_keys, make_keys
 from async_rl.wire.link import Client, LinkTimeout, Received
 from async_rl.wire.messages import (
     COALESCE_BYTES,
@@ -90,6 +91,7 @@ BATCH = GROUPS_PER_STEP * GROUP_SIZE
 AHEAD = 1024  # samples a node asks for beyond those it has delivered: the slots of a node, and some
 FILL_BYTES = 384 << 20  # of arrays in one round of ingest
 FILLS = 3
+FILL_S = 120.0  # for one, on a busy machine
 DRAW_STALENESS = 8  # batches that nodes may be ahead while a trainer draws
 STEPS = 1_000_000
 LOOK_S = 0.005  # how often a node without work looks for a new version
@@ -131,8 +133,11 @@ class House:
 
 
 @contextmanager
-def house(tokens: int, max_staleness: int, journal: bool = False) -> Iterator[House]:
+def house(tokens: int, max_staleness: int, journal: bool = False, curve: bool = False) -> Iterator[House]:
     """A buffer that has room for all that the bound admits."""
+    folder = Path(tempfile.mkdtemp(prefix="async-rl-bench-"))
+    if curve:
+        make_keys(folder / "keys")
     table: dict[str, Any] = {
         "run": {"name": "bench", "steps": STEPS},
         "model": {"path": "unused"},
@@ -141,11 +146,11 @@ def house(tokens: int, max_staleness: int, journal: bool = False) -> Iterator[Ho
         "buffer": {
             "endpoint": "tcp://127.0.0.1:*", "store_endpoint": "tcp://127.0.0.1:*", "max_staleness": max_staleness,
             "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "capacity_bytes": 1 << 60, "fsync": "never",
+            "keys": str(folder / "keys") if curve else "",
         },
     }  # fmt: skip
     config = config_from_table(table, "bench transport")
     room = {**table["buffer"], "capacity_bytes": (max_staleness + 2) * batch_bytes(config)}
-    folder = Path(tempfile.mkdtemp(prefix="async-rl-bench-"))
     made = House(config_from_table({**table, "buffer": room}, "bench transport"), folder, journal)
     try:
         yield made
@@ -160,9 +165,11 @@ def house(tokens: int, max_staleness: int, journal: bool = False) -> Iterator[Ho
 
 def dial(path: Path, role: Role, name: str) -> Client:
     directory = RunDirectory.open(path)
+    keys = dial_keys(directory.keys, role) if directory.keys is not None else None
     link = Client(
-        directory.endpoint, run=directory.run_id, token=directory.token, role=role, name=name, peer="the buffer"
-    )
+        directory.endpoint, run=directory.run_id, token=directory.token, role=role, name=name, peer="the buffer",
+        keys=keys,
+    )  # fmt: skip
     link.connect(START_S)
     return link
 
@@ -320,10 +327,10 @@ def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: A
         crew.start(node_main, made.path, load, per_message(load, coalesced), seed, version, delivered)
 
 
-def measure_ingest(load: Load, coalesced: bool, journal: bool = False) -> Measures:
+def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bool = False) -> Measures:
     """FILLS timed rounds after one that is not, in which all memory is touched; load's times do not apply."""
     batches = math.ceil(FILL_BYTES / (BATCH * load.nbytes))
-    with Crew() as crew, house(load.tokens, batches - 1, journal) as made:
+    with Crew() as crew, house(load.tokens, batches - 1, journal, curve) as made:
         version, delivered = shared(crew, load)
         link = dial(made.path, "trainer", "trainer")
         trainer = Trainer(link, made.config, lambda trajectory: None)
@@ -333,7 +340,7 @@ def measure_ingest(load: Load, coalesced: bool, journal: bool = False) -> Measur
             started, before = time.monotonic(), crew.cpu_s()
             version.value = fill * batches
             due = (fill + 1) * batches * BATCH
-            crew.wait_until(lambda due=due: sum(delivered) == due, "the nodes to deliver")  # type: ignore[misc]
+            crew.wait_until(lambda due=due: sum(delivered) == due, "the nodes to deliver", FILL_S)  # type: ignore[misc]
             crew.wait_until(lambda: ask_status(link).ready_groups == batches * GROUPS_PER_STEP, "the buffer to accept")
             if fill:
                 seconds, used = seconds + time.monotonic() - started, used + crew.cpu_s() - before

@@ -15,7 +15,7 @@ from async_rl.config import AlgorithmConfig, load_config
 from async_rl.run.cli import BENCHES, MODULES, _parser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/architecture.md")
 
 
 def commands(program: str) -> list[str]:
