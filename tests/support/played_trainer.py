@@ -17,6 +17,7 @@ from async_rl.trajectory import MaskReason, Trajectory, decode_trajectory, segme
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import Batch, Confirm, Confirmed, Disposition, Draw, Final, Finish, Status, TrainerReady
 from trainer.backends import make_backend
+from trainer.proving import Prover
 from trainer.publish import Publisher
 
 PATIENCE_S = 90.0
@@ -42,14 +43,17 @@ class PlayedTrainer:
         self._backend = make_backend(self.config, self._path)
         self._buffer, self._store = dial_services(context, "trainer")
         self._publisher = Publisher(self._buffer, self._store)
-        self._buffer.send(TrainerReady(fingerprint(self.config, self._path), pacing(self.config), None))
+        self._buffer.send(TrainerReady(fingerprint(self.config, self._path), pacing(self.config), life="played"))
+        self._prover = Prover(self._backend, self.config.run.seed)
+        self._file = self.directory.adapters / "played.safetensors"
+        canary, proof = self._prover.canary(self._file)
+        self._publisher.publish(canary, self._file, proof)
         self.version = 0
 
     def publish(self) -> PolicyId:
         """The weights as they are, under the present version."""
-        path = self.directory.adapters / "played.safetensors"
-        policy = PolicyId("main", self.version, self._backend.export(path))
-        self._publisher.publish(policy, path)
+        policy = PolicyId("main", self.version, self._backend.export(self._file))
+        self._publisher.publish(policy, self._file, self._prover.prove(policy.digest))
         return policy
 
     def draw(self) -> dict[tuple[int, int], Said]:
