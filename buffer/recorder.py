@@ -24,7 +24,9 @@ from buffer.retention import Retention
 from buffer.rules import Rules
 from buffer.snapshot import dump, load
 
-SEGMENT_BYTES = 256 << 20  # of records, after which another segment begins (with a snapshot, so not too often)
+# Another segment begins, with a snapshot, after so many bytes of records, and not before they are much more than it.
+SEGMENT_BYTES = 256 << 20
+SEGMENT_BASES = 4
 
 
 class Base(msgspec.Struct, frozen=True, array_like=True):
@@ -161,6 +163,7 @@ class Recorder:
         """When the last event was applied, on the clock of those before it: that of this life goes on from there."""
         self._state = playback.state or State(rules)
         self._buffer = bytearray()
+        self._full_at = 0
         self._journal = Journal(folder, fsync)
         self._begin_segment(playback.number + 1)
         if playback.number >= 0:
@@ -198,7 +201,7 @@ class Recorder:
         reached("buffer.after-append")
         if isinstance(event, Checkpointed):
             self._delete(self._state.retention.covered(self.replay.covered))
-        if self._journal.size >= self._segment_bytes:
+        if self._journal.size >= self._full_at:
             closed = self._journal.number
             self._begin_segment(closed + 1)
             self._state.segment_closed(closed)
@@ -206,6 +209,8 @@ class Recorder:
     def _begin_segment(self, number: int) -> None:
         self._journal.begin(number, _encoder.encode(Base(self._run, self.now, self.replay.rules, self._snapshot())))
         reached("buffer.segment-begun")
+        base = self._journal.size
+        self._full_at = base + max(self._segment_bytes, SEGMENT_BASES * base)
 
     def _snapshot(self) -> memoryview:
         return memoryview(dump(self.replay))
