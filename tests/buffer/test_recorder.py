@@ -216,7 +216,8 @@ def something(play: Any, memory: Memory, rng: Any) -> None:
     node = rng.choice("abc")
     match rng.randrange(9):
         case 0:
-            memory.apply(rng.choice([NodeJoined(node, 2, 0.0, rng.choice("xy"), rng.randrange(3)), NodeLost(node, "test")]))
+            joined = NodeJoined(node, 2, 0.0, rng.choice("xy"), rng.randrange(3))
+            memory.apply(rng.choice([joined, NodeLost(node, "test")]))
         case 1:
             memory.apply(NodeAttested(node, rng.choice([*play.policies, PolicyId("main", 0, "f" * 64)])))
         case 2:

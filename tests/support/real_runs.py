@@ -68,18 +68,18 @@ class Shell:
         self.config.write_text(SMALL)
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "async_rl.run.cli", *arguments],
             cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | environment, start_new_session=True,
         )  # fmt: skip
         self._started.append(process)
         return process
 
-    def run(self, *arguments: str, timeout: float = 120.0) -> tuple[int, str]:
+    def run(self, *arguments: str, timeout: float = 120.0, **environment: str) -> tuple[int, str]:
         """Exit code and everything printed."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, **environment)
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
 
