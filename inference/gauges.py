@@ -16,6 +16,7 @@ RESIDENT = Metric("gauge", "async_rl_node_resident_policies", "Policies held, th
 FLIPS = Metric("counter", "async_rl_node_flips_total", "Times that the serving policy changed.")
 LOADING = Metric("histogram", "async_rl_node_policy_load_seconds", "From a policy's first chunk to its flip.")
 FAILURES = Metric("counter", "async_rl_node_policy_failures_total", "Policies that did not come or did not load.")
+RECOMPUTED = Metric("counter", "async_rl_node_recomputed_requests_total", "Requests moved by inference.flip_timeout.")
 SCORING = Metric("gauge", "async_rl_node_scoring_queue", "Completions that wait for their score.")
 
 
@@ -36,7 +37,9 @@ class NodeGauges:
     def failed(self) -> None:
         self._failures += 1
 
-    def reading(self, engine: Engine, tokens: int, steps: int, busy_s: float, scoring: int) -> Reading:
+    def reading(
+        self, engine: Engine, tokens: int, steps: int, busy_s: float, scoring: int, recomputed: int = 0
+    ) -> Reading:
         free = engine.free_slots
         return {
             TOKENS: tokens,
@@ -48,6 +51,7 @@ class NodeGauges:
             FLIPS: self._flips,
             LOADING: self._loading.read(),
             FAILURES: self._failures,
+            RECOMPUTED: recomputed,
             SCORING: scoring,
             **link_reading(self._links),
         }

@@ -326,7 +326,12 @@ class Node:
 
     def _reading(self) -> Reading:
         return self._gauges.reading(
-            self._engine, self._sampled_tokens, self._decode_steps, self._busy_s, self._scorer.pending
+            self._engine,
+            self._sampled_tokens,
+            self._decode_steps,
+            self._busy_s,
+            self._scorer.pending,
+            self._serving.recomputed,
         )
 
 

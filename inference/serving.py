@@ -59,6 +59,8 @@ class Serving:
         self._held = held
         self._served_order = 0
         self._incoming: list[Incoming] = []
+        self.recomputed = 0
+        """Requests that lost their policy to flip_timeout, and were moved to the serving one."""
         self._waiting: dict[PolicyId, list[Request]] = {}  # pinned requests whose policy is not here yet
 
     def fetched(self, policy: PolicyFetched, now: float) -> None:
@@ -199,6 +201,7 @@ class Serving:
         for policy in sorted(self._engine.resident, key=lambda policy: policy.version):
             if policy != self._engine.serving:
                 moved = self._engine.rebind(policy)
+                self.recomputed += moved
                 if moved and self._engine.resident[policy] == 0:
                     log.warning("flip_timeout: %d requests of policy %s are recomputed", moved, policy.short())
                     return [policy]

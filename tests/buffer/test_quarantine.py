@@ -26,6 +26,7 @@ from buffer.events import (
 
 VOCABULARY, BOUND = 50, 1e-3
 TOKENS = probe_tokens(7, VOCABULARY)
+N = len(TOKENS)
 MODULES = ("layers.0.q_proj", "layers.1.q_proj")
 CANARY_ID = PolicyId(CANARY, 0, "c" * 64)
 
@@ -80,9 +81,9 @@ WRONG = {
     "wrong scale": (proof(0.2), "differ from the trainer's by up to 0.1"),
     "the base model": (proof(0.0), "as the base model's do"),
     "another set of modules": (proof(0.1, MODULES[:1]), "another set of modules (1) than the trainer adapts (2)"),
-    "other tokens": (make_proof(probe_tokens(8, VOCABULARY), [np.zeros(15, np.float32)] * 16, MODULES), "other tokens"),
-    "fewer tokens": (make_proof(TOKENS, [np.zeros(14, np.float32)] * 16, MODULES), "another number of tokens"),
-    "not a number": (make_proof(TOKENS, [np.full(15, np.nan, np.float32)] * 16, MODULES), "by up to inf"),
+    "other tokens": (make_proof(probe_tokens(8, VOCABULARY), N * [np.zeros(15, np.float32)], MODULES), "other tokens"),
+    "fewer tokens": (make_proof(TOKENS, N * [np.zeros(14, np.float32)], MODULES), "another number of tokens"),
+    "not a number": (make_proof(TOKENS, N * [np.full(15, np.nan, np.float32)], MODULES), "by up to inf"),
 }
 
 
@@ -268,7 +269,7 @@ def test_whatever_happens_a_quarantined_node_holds_no_lease_and_only_what_passed
 
 def test_the_probe_is_the_same_everywhere_and_inside_the_vocabulary() -> None:
     tokens = np.concatenate(probe_tokens(3, 11))
-    assert len(tokens) == 256
+    assert len(tokens) == 128 <= 256
     assert set(tokens.tolist()) == set(range(11))
     assert tokens[:8].tolist() == np.concatenate(probe_tokens(3, 11))[:8].tolist()
     assert np.concatenate(probe_tokens(4, 11)).tolist() != tokens.tolist()

@@ -315,6 +315,7 @@ def test_after_flip_timeout_the_oldest_policys_requests_go_on_under_the_serving_
     done = one.run(0, 1, 2)
     assert versions(done) == [[0, 2], [1], [2]]
     assert [len(completion.tokens) for completion in done] == [LONG] * 3
+    assert one.serving.recomputed == 1
 
 
 def test_pinned_requests_are_never_recomputed_so_the_next_oldest_policy_goes(house: Callable[..., House]) -> None:
