@@ -310,6 +310,11 @@ class Groups:
         self.queue.total = max(rules.steps * rules.groups_per_step, self.queue.next_ticket)
         self.credit.capacity_bytes = rules.capacity_bytes
 
+    def fits(self, progress: Progress) -> bool:
+        """Whether this could be the progress of a run."""
+        below = max(progress.open_tickets, default=-1) < progress.next_ticket
+        return below and self.ledger.fits(progress.ledger)
+
     def resume(self, progress: Progress, now: float) -> None:
         """Take up a checkpoint's tickets and totals; what was open is sampled anew."""
         self.ledger.resume(progress.ledger)

@@ -102,6 +102,10 @@ class Ledger:
     def balances(self) -> bool:
         return self._counts["issued"] == sum(self._counts.values()) - self._counts["issued"]
 
+    def fits(self, counts: Mapping[str, int]) -> bool:
+        """Whether these could be the totals of a ledger like this one."""
+        return counts.keys() <= self._counts.keys() and 2 * counts.get("issued", 0) == sum(counts.values())
+
     def resume(self, counts: Mapping[str, int]) -> None:
         """Totals of a checkpoint. What was open then is lost with its leases: dropped as cancelled."""
         for place, count in counts.items():

@@ -465,6 +465,8 @@ class Replay:
                 f"buffer.groups_per_step is {self.rules.groups_per_step}: it belongs to another configuration",
                 effects,
             )
+        elif not (self.groups.fits(progress) and self.evaluations.ledger.fits(progress.eval_ledger)):
+            self.end("the checkpoint's account of tickets and attempts does not add up: go on from another", effects)
         else:
             self.groups.resume(progress, now)
             self.evaluations.ledger.resume(progress.eval_ledger)

@@ -38,6 +38,7 @@ log = logging.getLogger("async_rl.exporter")
 HOST = "127.0.0.1"
 READ_EVERY_S = 0.5  # how often a loop is asked for a reading
 REQUEST_TIMEOUT_S = 5.0  # for each read and write of a request, so that no connection holds a thread for long
+REQUEST_LIMIT_S = 15.0  # for a whole request
 MAX_REQUESTS = 8  # at once; what comes on top is hung up on
 WAKE_S = 0.1  # how often the server looks whether it is to end
 LOCK_TIMEOUT_S = 5.0  # another process writes one small file meanwhile
@@ -193,13 +194,23 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # Whoever sends a byte now and then would keep each single read alive, and its thread for hours.
+        limit = threading.Timer(REQUEST_LIMIT_S, _hang_up, (request,))
+        limit.daemon = True
+        limit.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            limit.cancel()
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request for metrics failed", exc_info=True)  # whoever asked has left, or was too slow
+
+
+def _hang_up(request: socket.socket) -> None:
+    with suppress(OSError):  # it is over already
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

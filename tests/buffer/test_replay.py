@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_rl.version import PolicyId, VersionRun
-from async_rl.wire.messages import Disposition
+from async_rl.wire.messages import Disposition, Progress
 from buffer.events import (
     BatchConfirmed,
     DrawRequested,
@@ -478,3 +478,16 @@ def test_waiting_says_who_waits_for_whom(tools):
     assert say() == "the buffer waits for the trainer to confirm batch 0"
     play.want("node-1", 99)
     assert say() == "nodes wait for tickets, and so for the trainer to confirm batch 0"
+
+
+def test_a_checkpoint_whose_account_does_not_add_up_is_refused(tools):
+    good = {"next_ticket": 2, "open_tickets": {}, "confirmed_batches": 1, "next_lease": 2, "eval_ledger": {}}
+    for spoilt in (
+        {"ledger": {"issued": 4, "trained": 3}},
+        {"ledger": {"issued": 4, "anything": 4}},
+        {"ledger": {}, "eval_ledger": {"issued": 1}},
+        {"ledger": {}, "next_ticket": 3, "open_tickets": {7: 0}},
+    ):
+        resumed = tools.play(groups_per_step=2)
+        resumed.apply(Resumed(Progress(**good | spoilt)))
+        assert "add up" in resumed.replay.ended

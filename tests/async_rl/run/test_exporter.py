@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -306,3 +307,17 @@ def test_a_config_without_prometheus_opens_no_port(pool) -> None:
     process.terminate()
     assert process.wait(20) == 0
     assert not (directory.path / "prometheus").exists()
+
+
+def test_a_request_that_drips_is_hung_up_on_in_the_end(
+    served: tuple[Exporter, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter_module, "REQUEST_LIMIT_S", 0.5)
+    host, _, port = served[1].rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as dripping:
+        deadline = time.monotonic() + 20
+        with suppress(OSError):  # what is sent after it was hung up on
+            while time.monotonic() < deadline:
+                dripping.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() < deadline
