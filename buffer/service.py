@@ -367,7 +367,8 @@ def body(context: PoolContext) -> None:
     collect_young_only()
     server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
-    recorder = open_recorder(context)
+    with context.watchdog.working("plays the journal through"):
+        recorder = open_recorder(context)
     try:
         Service(context, server, recorder).serve()
     finally:
