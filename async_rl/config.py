@@ -97,6 +97,10 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     order: Literal["fifo", "windowed"] = "fifo"
     window: PositiveInt = 1
     """With order "windowed": how many tickets the window spans."""
+    on_stale: Literal["wait", "drop", "mask"] = "wait"
+    """wait: stragglers are waited for, in the order of the tickets, so that nothing becomes too old. drop: they are
+    not, and what has missed the bound is dropped and leased again. mask: the same, but of what has missed it in part
+    the fresh tokens train."""
     on_short_group: Literal["retry", "drop", "accept"] = "retry"
     zero_variance: Literal["keep", "refill"] = "keep"
     """What to do with a group whose rewards are all equal: train it all the same, or drop it and lease its ticket
@@ -223,6 +227,11 @@ def check_config(config: Config) -> None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     if buffer.order == "fifo" and buffer.window != 1:
         raise ConfigError('[buffer] window has no meaning with order = "fifo": remove it or set order = "windowed"')
+    if buffer.on_stale != "wait" and buffer.order != "fifo":
+        raise ConfigError(
+            f'[buffer] order = "{buffer.order}" has no meaning with on_stale = "{buffer.on_stale}", which takes what '
+            "is ready and waits for nobody: remove it"
+        )
     if lead(config) < 0:
         raise ConfigError(
             f"[buffer] window = {buffer.window} with groups_per_step = {buffer.groups_per_step} may delay a ticket by "

@@ -53,6 +53,7 @@ def pacing(config: Config) -> dict[str, str]:
     return {
         "run.steps": str(run.steps),
         "buffer.max_staleness": str(buffer.max_staleness),
+        "buffer.on_stale": buffer.on_stale,
         "buffer.groups_per_step": str(buffer.groups_per_step),
         "buffer.group_size": str(buffer.group_size),
     }

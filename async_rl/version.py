@@ -47,6 +47,12 @@ def oldest_version(runs: Sequence[VersionRun]) -> int:
     return min(run.version for run in runs)
 
 
+def judged_version(runs: Sequence[VersionRun], on_stale: str) -> int:
+    """The version by whose age an attempt is dropped as stale: that of its oldest token, or with `on_stale` "mask",
+    where the fresh tokens of an older attempt train, of its newest. Raises ValueError when nothing was sampled."""
+    return (max if on_stale == "mask" else min)(run.version for run in runs)
+
+
 def token_versions(runs: Sequence[VersionRun]) -> npt.NDArray[np.int32]:
     """One version per sampled token, in order: int32 of length sum(count)."""
     return np.repeat(

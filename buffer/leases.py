@@ -59,7 +59,8 @@ def eval_seed(run_seed: int, instance: int, try_: int) -> int:
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """A good attempt, held here: `oldest` is the version of its oldest sampled token; `arrived` the batches confirmed
+    """A good attempt, held here: `oldest` is the version of its oldest sampled token (with on_stale = "mask" of its
+    newest: see async_rl.version.judged_version); `arrived` the batches confirmed
     when it came, `since` the time; `nbytes` the size of the payload, which a restored attempt may have lost."""
 
     sample: int

@@ -25,7 +25,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from async_rl.proof import CANARY
-from async_rl.version import is_stale, oldest_version
+from async_rl.version import is_stale, judged_version
 from async_rl.wire.messages import Lease, Progress, SamplingParams
 from buffer import attesting, leaving, restarts
 from buffer.admission import may_lease
@@ -258,15 +258,15 @@ class Replay:
         samples = stale = 0
         for event in results:
             versions, sample = event.versions, event.sample
-            oldest = versions[0].version if len(versions) == 1 else oldest_version(versions)
+            judged = versions[0].version if len(versions) == 1 else judged_version(versions, self.rules.on_stale)
             if not fresh:
-                if is_stale(version, oldest, bound):
+                if is_stale(version, judged, bound):
                     stale |= 1 << sample
                     continue
-                self.groups.enter_age(lease.ticket, oldest)
+                self.groups.enter_age(lease.ticket, judged)
             samples |= 1 << sample
             self.handovers.arrived(lease.lease, sample, versions)
-            held.append(Held(sample, event.reward, oldest, event.payload, version, now, len(event.payload)))
+            held.append(Held(sample, event.reward, judged, event.payload, version, now, len(event.payload)))
         if stale:
             self.groups.give_back(lease, stale, "stale")  # saves work, as the sweep does
         if samples:

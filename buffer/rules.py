@@ -9,12 +9,17 @@ from async_rl.wire.messages import SamplingParams
 
 OnShortGroup = Literal["retry", "drop", "accept"]
 ZeroVariance = Literal["keep", "refill"]
+OnStale = Literal["wait", "drop", "mask"]
+
+ENDLESS = 1 << 40  # tickets of a window in which any may overtake any other
 
 
 class Rules(NamedTuple):
     """One run's numbers: B = groups_per_step, G = group_size, K = max_staleness, K_a = lead, W = window.
 
-    There is no separate name for the order: `fifo` is a window of 1 (see buffer.order). Times are in seconds."""
+    There is no separate name for the order: `fifo` is a window of 1, and where stale data is not waited for, the window
+    is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped). Times are in
+    seconds."""
 
     run_seed: int
     steps: int
@@ -32,6 +37,7 @@ class Rules(NamedTuple):
     eval_share: float
     sampling: SamplingParams
     quarantine_limit: float = 30.0
+    on_stale: OnStale = "wait"
 
 
 def rules_from_config(config: Config) -> Rules:
@@ -44,7 +50,7 @@ def rules_from_config(config: Config) -> Rules:
         group_size=buffer.group_size,
         max_staleness=buffer.max_staleness,
         lead=lead(config),
-        window=1 if buffer.order == "fifo" else buffer.window,
+        window=ENDLESS if buffer.on_stale != "wait" else 1 if buffer.order == "fifo" else buffer.window,
         on_short_group=buffer.on_short_group,
         zero_variance=buffer.zero_variance,
         max_tries=buffer.max_tries,
@@ -54,4 +60,5 @@ def rules_from_config(config: Config) -> Rules:
         eval_share=inference.eval_share,
         sampling=SamplingParams(inference.temperature, inference.max_new_tokens),
         quarantine_limit=buffer.quarantine_limit,
+        on_stale=buffer.on_stale,
     )

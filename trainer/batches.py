@@ -25,7 +25,7 @@ from async_rl.trajectory import (
     decode_trajectory,
     segment_arrays,
 )
-from async_rl.version import is_stale, oldest_version, token_versions
+from async_rl.version import is_stale, judged_version, token_versions
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome
 from async_rl.wire.payloads import unpack_payloads
@@ -51,7 +51,9 @@ class TrainingBatch(NamedTuple):
     trajectories: Sequence[Trajectory]
 
 
-def prepare(received: Received, max_staleness: int, vocabulary_size: int, advantage: str) -> TrainingBatch:
+def prepare(
+    received: Received, max_staleness: int, vocabulary_size: int, advantage: str, on_stale: str = "wait"
+) -> TrainingBatch:
     """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare."""
     batch: Batch = received.message
     trajectories = _trajectories(received)
@@ -61,17 +63,18 @@ def prepare(received: Received, max_staleness: int, vocabulary_size: int, advant
     groups = np.repeat(np.arange(len(sizes)), sizes)
     kept, dispositions = [], []
     for group, trajectory in zip(groups, trajectories, strict=True):
-        outcome = _outcome(trajectory, batch.for_version, max_staleness, vocabulary_size)
+        outcome = _outcome(trajectory, batch.for_version, max_staleness, vocabulary_size, on_stale)
         dispositions.append(Disposition(trajectory.lease, trajectory.sample, outcome))
         if outcome == "trained":
             kept.append((int(group), trajectory))
     rewards = np.array([trajectory.reward for _, trajectory in kept], dtype=np.float64)
     group_index = np.array([group for group, _ in kept], dtype=np.int64)
     advantages = ADVANTAGES[advantage](torch.from_numpy(rewards), torch.from_numpy(group_index))
+    oldest = batch.for_version - max_staleness
     samples = [
         sample
         for attempt, (group, trajectory) in enumerate(kept)
-        for sample in _samples(trajectory, float(advantages[attempt]), attempt, group)
+        for sample in _samples(trajectory, float(advantages[attempt]), attempt, group, oldest)
     ]
     versions = [sample.versions[sample.mask == MaskReason.SAMPLED] for sample in samples]
     ages = batch.for_version - np.concatenate(versions) if versions else np.zeros(0, np.int32)
@@ -92,7 +95,9 @@ def _trajectories(received: Received) -> list[Trajectory]:
         raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
 
 
-def _outcome(trajectory: Trajectory, for_version: int, max_staleness: int, vocabulary_size: int) -> Outcome:
+def _outcome(
+    trajectory: Trajectory, for_version: int, max_staleness: int, vocabulary_size: int, on_stale: str
+) -> Outcome:
     try:
         check_trajectory(trajectory, vocabulary_size)
         if not trajectory.versions:
@@ -100,13 +105,19 @@ def _outcome(trajectory: Trajectory, for_version: int, max_staleness: int, vocab
     except TrajectoryError as error:
         log.error("refused: %s (node %s)", error, trajectory.node)
         return "refused"
-    return "stale" if is_stale(for_version, oldest_version(trajectory.versions), max_staleness) else "trained"
+    judged = judged_version(trajectory.versions, on_stale)
+    return "stale" if is_stale(for_version, judged, max_staleness) else "trained"
 
 
-def _samples(trajectory: Trajectory, advantage: float, attempt: int, group: int) -> Sequence[Sample]:
+def _samples(trajectory: Trajectory, advantage: float, attempt: int, group: int, oldest: int) -> Sequence[Sample]:
+    """Tokens of versions below `oldest` do not train: where an attempt may have some, they are masked."""
     samples = []
     for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True):
+        mask = arrays.mask
         versions = np.zeros(len(arrays.tokens), dtype=np.int32)
-        versions[arrays.mask == MaskReason.SAMPLED] = token_versions(header.versions)
-        samples.append(Sample(arrays.tokens, arrays.logprobs, arrays.mask, versions, advantage, attempt, group))
+        versions[mask == MaskReason.SAMPLED] = token_versions(header.versions)
+        too_old = (mask == MaskReason.SAMPLED) & (versions < oldest)
+        if too_old.any():
+            mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
+        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, versions, advantage, attempt, group))
     return samples

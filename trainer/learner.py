@@ -119,6 +119,7 @@ class Learner:
                     self._config.buffer.max_staleness,
                     self._backend.vocabulary_size,
                     self._config.algorithm.advantage,
+                    self._config.buffer.on_stale,
                 )
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
                 with self._watchdog.working(f"trains batch {drawn.message.batch} from version {state.version}"):

@@ -95,6 +95,7 @@ BROKEN = {
     "may delay a ticket by 5 batches, more than max_staleness = 4": {
         "buffer": {"order": "windowed", "groups_per_step": 2, "window": 10}
     },
+    'order = "windowed" has no meaning with on_stale = "drop"': {"buffer": {"order": "windowed", "on_stale": "drop"}},
     "group_size must be ≥ 2": {"buffer": {"group_size": 1}},
     "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
     'set treatment = "clip"': {"algorithm": PPO | {"treatment": "truncate"}},
@@ -106,6 +107,7 @@ BROKEN = {
 WHOLE = [
     {"model": {"tiny": {}}},
     {"buffer": {"order": "windowed", "groups_per_step": 2, "window": 9}},
+    {"buffer": {"order": "windowed", "on_stale": "wait"}},
     {"buffer": {"group_size": 2}},
     {"algorithm": {"ratio_low": 2.0}},
     {"algorithm": PPO},

@@ -47,7 +47,6 @@ class ElasticRun:
         self.tool = Address(directory.endpoint, directory.run_id, directory.token, None).client("looker-on")
         self.tool.connect(30)
         self.nodes: dict[str, Popen[str]] = {}
-        self.gone: list[Popen[str]] = []
 
     def status(self) -> Status:
         return fetch_status(self.tool, 30)
@@ -62,7 +61,10 @@ class ElasticRun:
 
     def await_nodes(self) -> None:
         """Until exactly those take part that should, and all of them have sampled."""
-        real_runs.wait_for(lambda: self.ready().keys() == self.nodes.keys(), 200, f"nodes {sorted(self.nodes)}")
+        deadline = time.monotonic() + 200
+        while self.ready().keys() != self.nodes.keys():
+            assert time.monotonic() < deadline, (sorted(self.nodes), self.status())
+            time.sleep(0.3)
 
     def rate(self, seconds: float) -> float:
         """Tokens a second of all nodes."""
@@ -74,14 +76,12 @@ class ElasticRun:
         return tokens / (ended - started)
 
     def kill(self, name: str) -> None:
-        """kill -9 of the node itself: no handler, no goodbye."""
-        (node,) = [
-            child
-            for child in psutil.Process(self.nodes[name].pid).children(recursive=True)
-            if "inference.node" in child.cmdline()
-        ]
+        """kill -9 of the node: no handler, no goodbye; and of its launcher, stopped first, lest it start another."""
+        launcher = psutil.Process(self.nodes.pop(name).pid)
+        launcher.suspend()
+        (node,) = [child for child in launcher.children(recursive=True) if "inference.node" in child.cmdline()]
         node.kill()
-        self.gone.append(self.nodes.pop(name))
+        launcher.kill()
 
     def told_to_end(self, name: str) -> float:
         """SIGTERM; the seconds from when the node read it until it had handed over, by its log. It ends well."""
@@ -121,7 +121,7 @@ def time_of(log: str, words: str) -> float:
 def check_books(folder: Path, records: list[dict[str, Any]]) -> None:
     """No ticket lost, no token too old, and every attempt accounted for."""
     steps = [record for record in records if "step" in record]
-    assert len(steps) > 10
+    assert len(steps) >= 5
     assert [step["step"] for step in steps] == list(range(len(steps)))
     assert {step["trained"] for step in steps} == {GROUPS * SIZE}
     assert max(step["staleness_max"] for step in steps) <= BOUND

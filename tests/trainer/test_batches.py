@@ -54,8 +54,8 @@ def lend(*groups: list[Trajectory], sizes: list[int] | None = None) -> Received:
     return Received("buffer", decode_body(encode_body(Batch(3, FOR_VERSION, heads, inline))), blobs)
 
 
-def prepared(received: Received) -> TrainingBatch:
-    return prepare(received, max_staleness=K, vocabulary_size=VOCABULARY, advantage="grpo")
+def prepared(received: Received, on_stale: str = "wait") -> TrainingBatch:
+    return prepare(received, max_staleness=K, vocabulary_size=VOCABULARY, advantage="grpo", on_stale=on_stale)
 
 
 def outcomes(batch: TrainingBatch) -> dict[tuple[int, int], str]:
@@ -103,6 +103,20 @@ def test_one_old_token_in_any_segment_makes_the_whole_trajectory_stale() -> None
     assert set(outcomes(batch).values()) == {"stale"}
     assert (batch.samples, batch.tokens, batch.nodes) == ([], 0, {})
     assert batch.ages.shape == batch.rewards.shape == (0,)
+
+
+def test_with_mask_only_the_fresh_tokens_train_and_what_has_none_is_stale() -> None:
+    oldest = FOR_VERSION - K
+    mixed = trajectory(7, 0, 1.0, segment((oldest - 1, 3), (oldest, 2)))
+    stale, fresh = trajectory(7, 1, 0.0, segment((oldest - 1, 4))), trajectory(7, 2, 0.0, segment((FOR_VERSION, 2)))
+    batch = prepared(lend([mixed, stale, fresh]), "mask")
+    assert [item.outcome for item in batch.dispositions] == ["trained", "stale", "trained"]
+    prompt, too_old, trains = MaskReason.PROMPT, MaskReason.STALE, MaskReason.SAMPLED
+    assert batch.samples[0].mask.tolist() == [prompt] * 2 + [too_old] * 3 + [trains] * 2
+    assert batch.ages.tolist() == [K, K, 0, 0]
+    assert [item.outcome for item in prepared(lend([mixed, stale, fresh]), "drop").dispositions] == [
+        "stale", "stale", "trained",
+    ]  # fmt: skip
 
 
 def test_advantages_are_those_of_what_is_left_of_each_group() -> None:
