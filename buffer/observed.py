@@ -10,10 +10,13 @@ from typing import NamedTuple
 from async_rl.config import Config
 from async_rl.proof import CANARY
 from async_rl.run.exporter import Histogram, Reading, link_reading
+from async_rl.run.lengths import length_bin
 from async_rl.version import PolicyId
 from async_rl.wire.link import Server
 from async_rl.wire.messages import NodeReady, NodeStatus, NodeWants, Status
 from buffer import gauges
+from buffer.events import ResultArrived
+from buffer.leases import EVAL_TICKET, Leases
 from buffer.nodes import NodeView
 from buffer.replay import Replay
 
@@ -40,7 +43,15 @@ class Observed:
         self._pushes: dict[PolicyId, Push] = {}
         self._push_ms: list[float] = []
         self._push_count = 0
+        self._lengths: Counter[int] = Counter()
         self._push_seconds = Histogram()
+
+    def arrived(self, results: Iterable[ResultArrived], leases: Leases) -> None:
+        """Before they are applied: how many tokens were sampled for each good answer that may train."""
+        for result in results:
+            lease = leases.find(result.lease)
+            if result.status == "ok" and lease is not None and lease.ticket != EVAL_TICKET:
+                self._lengths[length_bin(sum([run.count for run in result.versions]))] += 1
 
     def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
         if policy.name == CANARY:
@@ -80,6 +91,7 @@ class Observed:
             bound=self._config.buffer.max_staleness,
             pushes=self._push_count,
             handovers=dict(replay.handovers.counts),
+            sampled_lengths=dict(self._lengths),
             mismatches=tuple(replay.quarantine.measured),
             mismatch_count=replay.quarantine.measured_count,
             quarantined=replay.nodes.quarantined,

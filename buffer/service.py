@@ -220,6 +220,7 @@ class Service:
         """What arrived in one burst is one event: lending and leasing are decided once for all of it."""
         if self._results:
             results, self._results = tuple(self._results), []
+            self._observed.arrived(results, self._replay.leases)
             self._apply(events.ResultsArrived(results))
 
     # --- what the trainer says ---------------------------------------------------------------------------------------

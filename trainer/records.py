@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.run.lengths import histogram
 from async_rl.run.metrics import Record
 from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
 from async_rl.version import oldest_version, token_versions
@@ -31,9 +32,18 @@ def batch_record(batch: TrainingBatch) -> Record:
         "trained": len(batch.rewards),
         "dropped": len(batch.dispositions) - len(batch.rewards),
         "nodes": batch.nodes,
+        "trained_lengths": _trained_lengths(batch),
         "batch_tokens": batch.tokens,
         **_journey(batch.for_version, batch.groups, batch.trajectories),
     }
+
+
+def _trained_lengths(batch: TrainingBatch) -> dict[str, int]:
+    """Sampled tokens of the attempts that train, masked ones included (async_rl.run.lengths)."""
+    outcomes = [disposition.outcome for disposition in batch.dispositions]
+    trained = [one for one, outcome in zip(batch.trajectories, outcomes, strict=True) if outcome == "trained"]
+    lengths = histogram(sum(run.count for run in one.versions) for one in trained)
+    return {str(length): count for length, count in sorted(lengths.items())}
 
 
 def _journey(for_version: int, groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> Record:

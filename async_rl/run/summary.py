@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from async_rl.config import Config
+from async_rl.run.lengths import added, length_bias, waste
 from async_rl.run.metrics import Record, evals_of, steps_of
 from async_rl.wire.messages import NodeStatus, Status
 
@@ -56,6 +57,8 @@ def build_summary(
         },
         "ledger": ledger,
         "ledger_balances": ledger_balances(ledger) if ledger else None,
+        **_what_stale_data_cost(steps, status),
+        "handovers": dict(status.handovers) if status else None,
         "eval_ledger": dict(status.eval_ledger) if status else None,
         "outside": dict(status.outside) if status else None,
         "tokens_per_second": {
@@ -70,6 +73,14 @@ def build_summary(
     }
     summary.update(extra or {})
     return summary
+
+
+def _what_stale_data_cost(steps: Sequence[Record], status: Status | None) -> dict[str, Any]:
+    """`waste` of the tokens that arrived, and `length_bias`: None where a buffer, which counts what arrives since it
+    was started last, or a trainer has seen nothing."""
+    sampled = status.sampled_lengths if status else {}
+    trained = added({int(length): count for length, count in step.get("trained_lengths", {}).items()} for step in steps)
+    return {"waste": waste(sampled, trained), "length_bias": length_bias(sampled, trained)}
 
 
 def nested_ledger(flat: Mapping[str, int]) -> dict[str, Any]:

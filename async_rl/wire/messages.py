@@ -401,6 +401,7 @@ class Status(Message, frozen=True, tag=True):
     bound: int
     pushes: int = 0
     handovers: dict[str, int] = {}
+    sampled_lengths: dict[int, int] = {}
     mismatches: tuple[NodeMismatch, ...] = ()
     mismatch_count: int = 0
     quarantined: int = 0

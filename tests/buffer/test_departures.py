@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -127,6 +129,9 @@ def test_a_node_of_the_same_name_may_join_again_after_it_left_and_is_not_told_to
     node.send(NodeDraining(1.0))
     node.send(GiveBack((LeaseSamples(lease.lease, lease.samples),)))
     node.close(1.0)
+    tool = house.client("tool", "tool")
+    while status_of(tool).nodes:
+        time.sleep(0.02)
     again = house.node("a", wants=2)
     first = again.receive(PATIENCE_S, "leases").message  # the very first thing that it hears
     assert isinstance(first, Leases)

@@ -51,6 +51,18 @@ def test_rewards_are_the_means_of_the_first_and_last_15_steps() -> None:
     assert summary["steps"] == 40
 
 
+def test_what_stale_data_cost_is_counted_in_tokens_and_in_lengths() -> None:
+    steps = [step(0, 0.0, trained_lengths={"10": 60}), step(1, 0.0, trained_lengths={"10": 20, "20": 20}), step(2, 0.0)]
+    counted = status(sampled_lengths={10: 80, 20: 120}, handovers={"handed_over": 3, "mixed": 1})
+    summary = build_summary(steps, counted, CONFIG, 10.0)
+    assert summary["waste"] == 1 - (80 * 10 + 20 * 20) / (80 * 10 + 120 * 20)
+    assert summary["length_bias"]["ks"] == 0.4
+    assert summary["length_bias"]["interval"][0] > 0.1
+    assert summary["length_bias"]["mean_tokens"] == {"sampled": 16.0, "trained": 12.0}
+    assert summary["handovers"] == {"handed_over": 3, "mixed": 1}
+    assert build_summary(steps, None, CONFIG, 10.0)["length_bias"] is None
+
+
 def test_staleness_is_the_highest_and_the_mean_over_tokens_against_the_bound() -> None:
     steps = [
         step(0, 0.0, tokens=300, staleness_mean=0.0, staleness_max=0),
