@@ -18,8 +18,8 @@ from async_rl.run import status as status_module
 from async_rl.run.cli import main
 from async_rl.run.directory import RunDirectory
 from async_rl.run.metrics import MetricsWriter
-from async_rl.run.status import RunState, state_of
-from async_rl.run.status_text import state_text
+from async_rl.run.status import NodeState, RunState, state_of
+from async_rl.run.status_text import NONE, state_text
 from async_rl.wire.link import Server
 from async_rl.wire.messages import Batch, Draw, NodeReady, NodeServing, NodeWants
 from async_rl.wire.security import write_token
@@ -111,12 +111,31 @@ def test_the_text_shows_every_subject_with_the_nodes_as_a_table(
     assert len({len(row) for row in table}) == 1
 
 
+def test_a_node_that_serves_another_policy_is_shown_with_the_cause_and_every_mismatch() -> None:
+    def node(name: str, state: str, mismatch: float | None, reason: str) -> NodeState:
+        return NodeState(
+            name=name, state=state, engine="torch", policy=None, behind=None, leased=0, slots=8, busy=0.0,
+            tokens_per_second=0.0, mismatch=mismatch, reason=reason,
+        )  # fmt: skip
+
+    nodes = [
+        node("good", "ready", 1e-4, ""),
+        node("bad", "quarantined", 1.0, "main 1-d1: it differs"),
+        node("new", "syncing", None, ""),
+    ]
+    state = RunState(phase="running", run="r", steps=2, confirmed=1, reward=None, nodes=nodes)
+    lines = state_text(state).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("nodes"))
+    assert [line.split()[-1] for line in lines[first : first + 4]] == ["mismatch", "1.0e-04", "1.0e+00", NONE]
+    assert lines[first + 4].split(maxsplit=2) == ["set", "aside", "bad, main 1-d1: it differs"]
+
+
 def test_json_is_the_same_state_whole(house: House, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work_one_step(house)
     shown = json.loads(told(capsys, str(directory), "--json"))
     assert shown["nodes"][0] | {"tokens_per_second": 0} == {
         "name": "fast", "state": "ready", "engine": "torch", "policy": V1.short(), "behind": 0, "leased": 2,
-        "slots": 8, "busy": 0.75, "tokens_per_second": 0,
+        "slots": 8, "busy": 0.75, "tokens_per_second": 0, "mismatch": None, "reason": "",
     }  # fmt: skip
     assert set(shown) == set(RunState.__struct_fields__)
 
