@@ -6,9 +6,10 @@ made before; every message is acknowledged. Nothing about a lease or a result is
 each measurement, and every attempt must be accounted for by what was delivered.
 
     ingest         nobody reads, so the buffer holds what arrives: rounds of a fixed amount, each until the buffer has
-                   accepted the last trajectory, with everything drawn and confirmed between them. Only the filling is
-                   timed. The receiver here is the buffer, which checks every header and keeps the arrays packed, by
-                   design; arrays are built and sampled in the next arm only.
+                   accepted the last trajectory, with everything drawn, confirmed and covered by a checkpoint between
+                   them. Only the filling is timed, after some rounds that are not. The receiver here is the buffer,
+                   which checks every header and keeps the arrays packed, by design; arrays are built and sampled in
+                   the next arm only.
     ingest + draw  a trainer process draws batch after batch, decodes, checks the headers, builds the arrays into the
                    same ring as the raw arm's receiver, samples, confirms, and publishes the next version, which the
                    nodes then serve: what is timed is a steady state, by what the trainer has taken in.
@@ -56,6 +57,7 @@ from async_rl.wire.link import Client, LinkTimeout, Received
 from async_rl.wire.messages import (
     COALESCE_BYTES,
     Batch,
+    Checkpointed,
     Confirm,
     Confirmed,
     Disposition,
@@ -90,6 +92,7 @@ GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 BATCH = GROUPS_PER_STEP * GROUP_SIZE
 AHEAD = 1024  # samples a node asks for beyond those it has delivered: the slots of a node, and some
 FILL_BYTES = 384 << 20  # of arrays in one round of ingest
+WARM_FILLS = 3  # until all memory is touched, and the journal writes over its files
 FILLS = 3
 FILL_S = 120.0  # for one, on a busy machine
 DRAW_STALENESS = 8  # batches that nodes may be ahead while a trainer draws
@@ -328,7 +331,7 @@ def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: A
 
 
 def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bool = False) -> Measures:
-    """FILLS timed rounds after one that is not, in which all memory is touched; load's times do not apply."""
+    """FILLS timed rounds after WARM_FILLS that are not; load's times do not apply."""
     batches = math.ceil(FILL_BYTES / (BATCH * load.nbytes))
     with Crew() as crew, house(load.tokens, batches - 1, journal, curve) as made:
         version, delivered = shared(crew, load)
@@ -336,16 +339,17 @@ def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bo
         trainer = Trainer(link, made.config, lambda trajectory: None)
         start_nodes(crew, made, load, coalesced, version, delivered)
         seconds = used = 0.0
-        for fill in range(FILLS + 1):
+        for fill in range(WARM_FILLS + FILLS):
             started, before = time.monotonic(), crew.cpu_s()
             version.value = fill * batches
             due = (fill + 1) * batches * BATCH
             crew.wait_until(lambda due=due: sum(delivered) == due, "the nodes to deliver", FILL_S)  # type: ignore[misc]
             crew.wait_until(lambda: ask_status(link).ready_groups == batches * GROUPS_PER_STEP, "the buffer to accept")
-            if fill:
+            if fill >= WARM_FILLS:
                 seconds, used = seconds + time.monotonic() - started, used + crew.cpu_s() - before
             for _ in trainer.steps(fill * batches, (fill + 1) * batches):
                 pass
+            link.send(Checkpointed((fill + 1) * batches))
         check_status(ask_status(link))
         link.close()
         return measures(load, FILLS * batches * BATCH, seconds, used)

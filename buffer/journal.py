@@ -1,11 +1,18 @@
 """The journal's files: records appended one after another, checksummed, in segments that are deleted when done with.
 
-    journal/00000000.seg   "arljrnl1" | segment number u64 | record | record | ...
+    journal/00000000.seg   "arljrnl1" | segment number u64 | record | record | ... | end of the file, or an end mark
     record                 xxh3-64 of what follows, seeded with the segment's number, u64 | bytes u32 | payload
+    end mark               12 zeros, where the next record would begin; anything may follow
 
 All numbers are little-endian. What `append` has returned from survives the death of the process; with `fsync` always
-the loss of power too, with interval all but the last second. A record that was being written when its process died is
-torn: reading stops before it, and it is cut off when the journal is opened again.
+the loss of power too, with interval all but the last second. (With never, a journal that has lost power may have to be
+moved away.) A record that was being written when its process died is torn: reading stops before it, and it is cut off
+when the journal is opened again.
+
+The file of a deleted segment is kept, and written over by a later one: a page of a new file costs half as much again as
+one that is there (measured: 22 and 14 µs for 73 kB). So behind the newest record lies what the file held before. Each
+record is written together with the end mark behind it, so that this is never taken for a torn record, nor a torn record
+for this.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,12 +30,17 @@ import xxhash
 from async_rl.errors import AsyncRLError
 
 Fsync = Literal["never", "interval", "always"]
+Bytes = bytes | bytearray | memoryview
 
 MAGIC = b"arljrnl1"
 FILE_HEAD = struct.Struct("<8sQ")
 RECORD_HEAD = struct.Struct("<QI")
 LENGTH = struct.Struct("<I")
+END_MARK = bytes(RECORD_HEAD.size)
 SYNC_S = 1.0  # between two syncs with fsync = interval
+SPARES = 2  # files of deleted segments that wait to be written over
+SPARE_BYTES = 512 << 20  # the most that is kept of one
+MAX_PARTS = os.sysconf("SC_IOV_MAX")  # of one write
 
 
 class JournalError(AsyncRLError):
@@ -52,16 +64,19 @@ def segment_numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.seg") if path.stem.isdecimal())
 
 
-def checksum(payload: bytes | bytearray | memoryview, number: int) -> int:
-    """Of a record's length and payload: one that was moved to another segment does not pass."""
-    digest = xxhash.xxh3_64(LENGTH.pack(len(payload)), seed=number)
-    digest.update(payload)
-    return digest.intdigest()
+def record_head(parts: Sequence[Bytes], nbytes: int, number: int) -> bytes:
+    """Of a record whose payload are these parts, `nbytes` together. The checksum is of the length too, and seeded: a
+    record that was moved to another segment does not pass."""
+    digest = xxhash.xxh3_64(LENGTH.pack(nbytes), seed=number)
+    for part in parts:
+        digest.update(part)
+    return RECORD_HEAD.pack(digest.intdigest(), nbytes)
 
 
 def read_segment(folder: Path, number: int) -> Iterator[memoryview | Torn]:
-    """The payloads of a segment's records in order, as views of the mapped file; last, if there is something behind the
-    last whole record, where that begins. Raises JournalError for a file that is no segment."""
+    """The payloads of a segment's records in order, as views of the mapped file; last, if there is neither the end of
+    the file nor an end mark behind the last whole record, where that ends. Raises JournalError for a file that is no
+    segment."""
     path = segment_path(folder, number)
     try:
         with path.open("rb") as file:
@@ -75,7 +90,7 @@ def read_segment(folder: Path, number: int) -> Iterator[memoryview | Torn]:
     if FILE_HEAD.unpack_from(data) != (MAGIC, number):
         raise JournalError(f"{path} is not segment {number} of a journal: move it away, or restore the right file")
     offset = FILE_HEAD.size
-    while offset < size:
+    while offset < size and data[offset : offset + len(END_MARK)] != END_MARK:
         payload = _record(data, offset, number)
         if payload is None:
             yield Torn(path, offset, size - offset)
@@ -89,9 +104,11 @@ def _record(data: memoryview, offset: int, number: int) -> memoryview | None:
     start = offset + RECORD_HEAD.size
     if start > len(data):
         return None
-    expected, length = RECORD_HEAD.unpack_from(data, offset)
+    length = RECORD_HEAD.unpack_from(data, offset)[1]
     payload = data[start : start + length]
-    return payload if len(payload) == length and checksum(payload, number) == expected else None
+    if len(payload) < length or record_head((payload,), length, number) != data[offset:start]:
+        return None
+    return payload
 
 
 def cut(torn: Torn) -> None:
@@ -110,61 +127,102 @@ class Journal:
         self.folder = folder
         self.number = -1
         self.size = 0
+        self.read_until = -1
+        """The last segment that this process has read: what came of that are views of the files up to this one, so
+        these are never written over."""
         self._fsync = fsync
         self._file = -1
-        self._head = bytearray(RECORD_HEAD.size)
         self._syncer = _Syncer() if fsync == "interval" else None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise JournalError(f"cannot make the journal's folder {folder}: {error.strerror}") from error
+        self._spares = sorted(folder.glob("*.spare"))  # of a process that was killed, perhaps
 
     def begin(self, number: int, payload: bytes) -> None:
         """A new segment, with its first record. It takes its name when it is whole, so that the newest segment always
-        has a first record. Raises JournalError; the segment before then stays the one that is written to."""
+        has a first record, and when the one before it ends with its last. Raises JournalError; the segment before then
+        stays the one that is written to."""
         path = segment_path(self.folder, number)
         partial = path.with_suffix(".part")
-        head = FILE_HEAD.pack(MAGIC, number) + RECORD_HEAD.pack(checksum(payload, number), len(payload))
+        parts = (FILE_HEAD.pack(MAGIC, number), record_head((payload,), len(payload), number), payload, END_MARK)
+        size = sum(map(len, parts))
         file = -1
         try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-            _write_all(file, head)
-            _write_all(file, payload)
-            os.fsync(file)
+            self._take_spare(partial)
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600)
+            _write_all(file, parts, size, 0)
+            if self._fsync != "never":
+                os.fsync(file)
+            if self._file >= 0:
+                os.ftruncate(self._file, self.size)
             partial.replace(path)
+            self._sync_names()
         except OSError as error:
             if file >= 0:
                 os.close(file)
             raise self._failed(error) from error
         if self._file >= 0:
             os.close(self._file)
-        self._file, self.number, self.size = file, number, len(head) + len(payload)
+        self._file, self.number, self.size = file, number, size - len(END_MARK)
         if self._syncer:
             self._syncer.follow(file)
 
-    def append(self, payload: bytearray) -> None:
-        """One record. Raises JournalError, and then nothing of it is there."""
-        RECORD_HEAD.pack_into(self._head, 0, checksum(payload, self.number), len(payload))
+    def append(self, *parts: Bytes) -> None:
+        """One record, whose payload are these parts, one after another. Raises JournalError, and then nothing of it is
+        there."""
+        nbytes = sum(map(len, parts))
+        record = (record_head(parts, nbytes, self.number), *parts, END_MARK)
         try:
-            written = os.writev(self._file, (self._head, payload))
-            if written < RECORD_HEAD.size + len(payload):
-                _write_all(self._file, memoryview(bytes(self._head) + payload)[written:])
+            _write_all(self._file, record, RECORD_HEAD.size + nbytes + len(END_MARK), self.size)
             if self._fsync == "always":
                 os.fdatasync(self._file)
         except OSError as error:
             os.truncate(segment_path(self.folder, self.number), self.size)
             raise self._failed(error) from error
-        self.size += RECORD_HEAD.size + len(payload)
+        self.size += RECORD_HEAD.size + nbytes
 
     def delete(self, number: int) -> None:
-        segment_path(self.folder, number).unlink(missing_ok=True)
+        """The segment is not there any more; its file may be."""
+        path = segment_path(self.folder, number)
+        try:
+            if number <= self.read_until or len(self._spares) >= SPARES or not path.exists():
+                path.unlink(missing_ok=True)
+                return
+            spare = path.with_suffix(".spare")
+            path.replace(spare)
+            self._spares.append(spare)
+            if spare.stat().st_size > SPARE_BYTES:
+                os.truncate(spare, SPARE_BYTES)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
+        if self._file >= 0:
+            os.ftruncate(self._file, self.size)
         if self._syncer:
             self._syncer.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        while self._spares:
+            self._spares.pop().unlink(missing_ok=True)
+
+    def _take_spare(self, path: Path) -> None:
+        """Whatever the machine loses, no file is written over while it may still be found under its old name."""
+        path.unlink(missing_ok=True)
+        if self._spares:
+            self._spares.pop().replace(path)
+            self._sync_names()
+
+    def _sync_names(self) -> None:
+        if self._fsync == "never":
+            return
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def _failed(self, error: OSError) -> JournalError:
         return JournalError(
@@ -207,7 +265,19 @@ class _Syncer:
                 os.fdatasync(self._file)
 
 
-def _write_all(file: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
+def _write_all(file: int, parts: Sequence[Bytes], nbytes: int, offset: int) -> None:
+    """The parts, `nbytes` together, one after another from `offset` on."""
+    written = os.pwritev(file, parts[:MAX_PARTS], offset)
+    while written < nbytes:
+        parts, nbytes, offset = _behind(parts, written), nbytes - written, offset + written
+        written = os.pwritev(file, parts[:MAX_PARTS], offset)
+
+
+def _behind(parts: Sequence[Bytes], nbytes: int) -> list[Bytes]:
+    """What is left of the parts without their first `nbytes`."""
+    left: list[Bytes] = []
+    for part in parts:
+        if nbytes < len(part):
+            left.append(memoryview(part)[nbytes:])
+        nbytes = max(0, nbytes - len(part))
+    return left

@@ -10,40 +10,47 @@ them again gives the state, the ledger, and every batch as it was lent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from async_rl.run.killpoints import reached
+from buffer.entries import entry_parts, read_entry
 from buffer.events import AnyEvent, BatchConfirmed, Checkpointed, Effect, LendBatch, Ticked
-from buffer.journal import Fsync, Journal, JournalError, Torn, cut, read_segment, segment_numbers
+from buffer.journal import (
+    FILE_HEAD,
+    RECORD_HEAD,
+    Fsync,
+    Journal,
+    JournalError,
+    Torn,
+    cut,
+    read_segment,
+    segment_numbers,
+)
 from buffer.replay import Replay
 from buffer.retention import Retention
 from buffer.rules import Rules
 from buffer.snapshot import dump, load
 
-# Another segment begins, with a snapshot, after so many bytes of records, and not before they are much more than it.
+# Another segment begins, with a snapshot, after so many bytes of records, and not before they are much more than it, or
+# less than what is held: making the snapshot takes time for each trajectory in it.
 SEGMENT_BYTES = 256 << 20
 SEGMENT_BASES = 4
 
 
 class Base(msgspec.Struct, frozen=True, array_like=True):
     """What a segment begins with: whose run it is, the rules until then, and the state; an empty snapshot is that of
-    nothing having happened."""
+    nothing having happened. `before` is the size of the segment before it: an end mark says where a segment ends, but
+    so do zeros that a disk put there."""
 
     run: str
     now: float
     rules: Rules
     snapshot: memoryview
-
-
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """An event, and when it was applied, in seconds on the clock that the run began with."""
-
-    now: float
-    event: AnyEvent
+    before: int
 
 
 class Played(NamedTuple):
@@ -55,7 +62,6 @@ class Played(NamedTuple):
 
 _encoder = msgspec.msgpack.Encoder()
 _base_decoder = msgspec.msgpack.Decoder(Base)
-_entry_decoder = msgspec.msgpack.Decoder(Entry)
 
 
 class State:
@@ -88,6 +94,7 @@ class Playback:
         self.state: State | None = None
         self.now = 0.0
         self.number = -1
+        self.size = 0  # of the segment, as far as it was read
         self.torn: Torn | None = None
 
     def play(self) -> Iterator[Played]:
@@ -108,14 +115,15 @@ class Playback:
                 begun = True
                 self._begin(number, payload)
             else:
-                entry = self._decode(_entry_decoder, payload, number)
+                entry = self._decode(read_entry, payload, number)
                 assert self.state is not None
                 self.now = entry.now
+                self.size += RECORD_HEAD.size + len(payload)
                 yield Played(entry.event, self.state.apply(entry.event, entry.now))
 
     def _begin(self, number: int, payload: memoryview) -> None:
         """The first segment's state is what it says; for those that follow it is known already."""
-        base: Base = self._decode(_base_decoder, payload, number)
+        base: Base = self._decode(_base_decoder.decode, payload, number)
         if base.run != self.run:
             raise JournalError(
                 f"the journal in {self.folder} is of run {base.run!r}, not of {self.run!r}: move it away"
@@ -125,13 +133,20 @@ class Playback:
             if base.snapshot:
                 self.state.replay = load(base.snapshot, base.rules)
         else:
+            if base.before != self.size:
+                raise JournalError(
+                    f"segment {self.number} of the journal in {self.folder} was written up to byte {base.before}, and "
+                    f"can be read up to byte {self.size}: restore it from a copy; else move the journal's folder away, "
+                    "and --resume from the checkpoint"
+                )
             self.state.segment_closed(self.number)
         self.now, self.number = base.now, number
+        self.size = FILE_HEAD.size + RECORD_HEAD.size + len(payload)
 
-    def _decode(self, decoder: msgspec.msgpack.Decoder[Any], payload: memoryview, number: int) -> Any:
+    def _decode(self, decode: Callable[[memoryview], Any], payload: memoryview, number: int) -> Any:
         try:
-            return decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+            return decode(payload)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise JournalError(
                 f"segment {number} of the journal in {self.folder} was written by another version of async-rl, or by "
                 f"somebody else ({error}): move the folder away, and --resume from the checkpoint"
@@ -162,10 +177,10 @@ class Recorder:
         self.now = playback.now
         """When the last event was applied, on the clock of those before it: that of this life goes on from there."""
         self._state = playback.state or State(rules)
-        self._buffer = bytearray()
         self._full_at = 0
         self._journal = Journal(folder, fsync)
-        self._begin_segment(playback.number + 1)
+        self._journal.read_until = playback.number
+        self._begin_segment(playback.number + 1, playback.size)
         if playback.number >= 0:
             self._state.segment_closed(playback.number)
         self._delete_leftovers()
@@ -188,6 +203,7 @@ class Recorder:
 
     def recorded(self, first: int) -> dict[int, LendBatch]:
         """See `recorded_batches`."""
+        self._journal.read_until = self._journal.number
         return recorded_batches(self._folder, self._run, first)
 
     def close(self) -> None:
@@ -195,22 +211,22 @@ class Recorder:
 
     def _append(self, event: AnyEvent, now: float) -> None:
         reached("buffer.before-append")
-        _encoder.encode_into(Entry(now, event), self._buffer)
-        self._journal.append(self._buffer)
+        self._journal.append(*entry_parts(event, now))
         self.now = now
         reached("buffer.after-append")
         if isinstance(event, Checkpointed):
             self._delete(self._state.retention.covered(self.replay.covered))
-        if self._journal.size >= self._full_at:
+        if self._journal.size >= max(self._full_at, self.replay.ready_bytes):
             closed = self._journal.number
-            self._begin_segment(closed + 1)
+            self._begin_segment(closed + 1, self._journal.size)
             self._state.segment_closed(closed)
 
-    def _begin_segment(self, number: int) -> None:
-        self._journal.begin(number, _encoder.encode(Base(self._run, self.now, self.replay.rules, self._snapshot())))
+    def _begin_segment(self, number: int, before: int) -> None:
+        base = Base(self._run, self.now, self.replay.rules, self._snapshot(), before)
+        self._journal.begin(number, _encoder.encode(base))
         reached("buffer.segment-begun")
-        base = self._journal.size
-        self._full_at = base + max(self._segment_bytes, SEGMENT_BASES * base)
+        size = self._journal.size
+        self._full_at = size + max(self._segment_bytes, SEGMENT_BASES * size)
 
     def _snapshot(self) -> memoryview:
         return memoryview(dump(self.replay))

@@ -382,7 +382,7 @@ def open_recorder(context: PoolContext) -> Recorder:
     started, directory, config = time.monotonic(), context.directory, context.config
     recorder = Recorder(directory.journal, directory.run_id, rules_from_config(config), config.buffer.fsync)
     if recorder.torn:
-        log.warning("cut off the journal's torn end: %d bytes of %s", recorder.torn.nbytes, recorder.torn.path)
+        log.warning("cut off the journal's torn end: %s from byte %d on", recorder.torn.path, recorder.torn.offset)
     if recorder.recovered_events:
         log.info(
             "recovered from %d events of the journal in %.1f s: %d batches confirmed, %d groups held",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -37,7 +38,7 @@ from buffer import (
     rules,
 )  # fmt: skip
 
-SNAPSHOT_SCHEMA = 1
+SNAPSHOT_SCHEMA = 2
 
 MODULES: tuple[ModuleType, ...] = (
     version, proof, messages, admission, capacity, evaluation, events, groups, handover, leases, ledger, nodes, order,
@@ -55,8 +56,11 @@ SEQUENCE_TAGS = {kind: tag for tag, kind in SEQUENCES.items()}
 TABLE_TAGS = {kind: tag for tag, kind in TABLES.items() if tag != "m"}
 BYTES_TAGS: Mapping[type, str] = {bytes: "b", bytearray: "y"}
 PAYLOAD = "payload"  # the field that is left out
-PLAIN = (type(None), bool, float, str)
-INT64 = range(-(1 << 63), 1 << 63)
+PLAIN = frozenset({type(None), bool, float, str})
+HELD = tuple(field for field in leases.Held.__struct_fields__ if field != PAYLOAD)
+held_values: Callable[[leases.Held], tuple[Any, ...]] = attrgetter(*HELD)  # all of them numbers, none of many bits
+MANY_BITS = 1 << 63
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
@@ -74,10 +78,10 @@ def dump(state: replay.Replay) -> bytes:
 def load(data: bytes | memoryview, of: rules.Rules) -> replay.Replay:
     """Raises SnapshotError."""
     try:
-        schema, root, objects = _decoder.decode(data)
+        schema, root, kinds, objects = _decoder.decode(data)
         if schema != SNAPSHOT_SCHEMA:
             raise SnapshotError(f"the snapshot has schema {schema}, this version of async-rl reads {SNAPSHOT_SCHEMA}")
-        state = _Loader(objects, of).value(root)
+        state = _Loader(kinds, objects, of).value(root)
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, AttributeError, struct.error) as error:
         raise SnapshotError(f"the snapshot of the buffer's state cannot be read: {error!r}") from error
     if not isinstance(state, replay.Replay):
@@ -85,10 +89,8 @@ def load(data: bytes | memoryview, of: rules.Rules) -> replay.Replay:
     return state
 
 
-def _fields(value: Any) -> Iterable[str]:
-    """The names of an object's attributes, of its slots too."""
-    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}), *names]
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
 
 
 class _Dumper:
@@ -97,17 +99,21 @@ class _Dumper:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._objects: list[Any] = []
+        self._kinds: dict[type, tuple[int, tuple[str, ...]]] = {}  # number and slots, of those that objects have
 
     def dump(self, state: replay.Replay) -> bytes:
         root = self.value(state)
-        return _encoder.encode((SNAPSHOT_SCHEMA, root, self._objects))
+        kinds = [(f"{kind.__module__}.{kind.__name__}", *slots) for kind, (_, slots) in self._kinds.items()]
+        return _encoder.encode((SNAPSHOT_SCHEMA, root, kinds, self._objects))
 
     def value(self, value: Any) -> Any:
         kind = type(value)
+        if kind is int:
+            return value if -MANY_BITS <= value < MANY_BITS else ("i", hex(value))
         if kind in PLAIN:
             return value
-        if kind is int:
-            return value if value in INT64 else ("i", hex(value))
+        if kind is leases.Held:
+            return ("h", *held_values(value))
         if kind in SEQUENCE_TAGS:
             items = sorted(value) if kind in (set, frozenset) else value
             return (SEQUENCE_TAGS[kind], *[self.value(item) for item in items])
@@ -123,27 +129,39 @@ class _Dumper:
             return ("a", value.typecode, value.tobytes())
         if kind is rules.Rules:
             return ("r",)
-        return self._object(value, f"{kind.__module__}.{kind.__name__}")
-
-    def _object(self, value: Any, name: str) -> Any:
-        if name not in CLASSES:
-            raise TypeError(f"{name} is in the state of the rules, but not in buffer.snapshot.MODULES")
         if isinstance(value, tuple):  # a named one
-            return ("v", name, *map(self.value, value))
+            return ("v", self._name(kind), *map(self.value, value))
         if isinstance(value, msgspec.Struct):
             fields = [b"" if field == PAYLOAD else getattr(value, field) for field in value.__struct_fields__]
-            return ("v", name, *map(self.value, fields))
+            return ("v", self._name(kind), *map(self.value, fields))
+        return ("@", self._object(value, kind))
+
+    def _name(self, kind: type) -> str:
+        name = f"{kind.__module__}.{kind.__name__}"
+        if name not in CLASSES:
+            raise TypeError(f"{name} is in the state of the rules, but not in buffer.snapshot.MODULES")
+        return name
+
+    def _object(self, value: Any, kind: type) -> int:
+        """Its number; a row of the table is the kind's number, the slots, then name and value of what else it has."""
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._objects)
             self._objects.append(None)
-            attributes = [item for field in _fields(value) for item in (field, self.value(getattr(value, field)))]
-            self._objects[number] = (name, *attributes)
-        return ("@", number)
+            if kind not in self._kinds:
+                self._name(kind)
+                self._kinds[kind] = (len(self._kinds), _slots(kind))
+            kind_number, slots = self._kinds[kind]
+            row = [kind_number, *[self.value(getattr(value, slot)) for slot in slots]]
+            for name, item in getattr(value, "__dict__", NOTHING).items():
+                row += (name, self.value(item))
+            self._objects[number] = row
+        return number
 
 
 class _Loader:
-    def __init__(self, objects: list[Any], of: rules.Rules) -> None:
+    def __init__(self, kinds: list[Any], objects: list[Any], of: rules.Rules) -> None:
+        self._kinds = [(CLASSES[name], slots) for name, *slots in kinds]
         self._objects = objects
         self._made: dict[int, Any] = {}
         self._rules = of
@@ -162,6 +180,8 @@ class _Loader:
                 return self._object(rest[0])
             case "q":
                 return deque(map(self.value, rest[1:]), maxlen=rest[0])
+            case "h":
+                return leases.Held(**dict(zip(HELD, rest, strict=True)), payload=b"")
             case "v":
                 kind = CLASSES[rest[0]]
                 return kind(*map(self.value, rest[1:]))
@@ -179,9 +199,12 @@ class _Loader:
         """An object is known before its attributes are made, since these may refer to it."""
         made = self._made.get(number)
         if made is None:
-            name, *attributes = self._objects[number]
-            kind = CLASSES[name]
+            kind_number, *values = self._objects[number]
+            kind, slots = self._kinds[kind_number]
             made = self._made[number] = object.__new__(kind)
-            for field, item in zip(attributes[::2], attributes[1::2], strict=True):
-                setattr(made, field, self.value(item))
+            for slot, item in zip(slots, values, strict=False):
+                setattr(made, slot, self.value(item))
+            others = values[len(slots) :]
+            for name, item in zip(others[::2], others[1::2], strict=True):
+                setattr(made, name, self.value(item))
         return made

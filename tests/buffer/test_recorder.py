@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from buffer.events import (
     Ticked,
     TrainerJoined,
 )
-from buffer.journal import JournalError, segment_numbers, segment_path
+from buffer.journal import RECORD_HEAD, JournalError, read_segment, segment_numbers, segment_path
 from buffer.recorder import Recorder, recorded_batches
 from buffer.snapshot import dump
 
@@ -57,9 +58,13 @@ class Memory:
         self.lent |= {effect.batch: effect for effect in effects if isinstance(effect, LendBatch)}
         return effects
 
-    def die(self, cut: int = 0) -> None:
-        """And be started again; the last `cut` bytes that were written are lost."""
-        self.recorder.close()
+    def die(self, cut: int = 0, killed: bool = False) -> None:
+        """And be started again; the last `cut` bytes that were written are lost. When killed, a file that was written
+        over still has what it held before behind its end."""
+        if killed:
+            os.close(self.recorder._journal._file)
+        else:
+            self.recorder.close()
         last = segment_path(self.folder, segment_numbers(self.folder)[-1])
         if cut:
             with last.open("r+b") as file:
@@ -181,12 +186,25 @@ def test_a_journal_of_another_run_and_one_broken_in_its_midst_are_refused(tools,
     memory.recorder.close()
     with pytest.raises(JournalError, match="is of run 'run', not of 'other'"):
         Recorder(tmp_path, "other", play.rules, "never")
-    first = segment_path(tmp_path, segment_numbers(tmp_path)[0])
-    data = bytearray(first.read_bytes())
+    number = segment_numbers(tmp_path)[0]
+    first = segment_path(tmp_path, number)
+    whole = first.read_bytes()
+    data = bytearray(whole)
     data[-1] ^= 1
     first.write_bytes(data)
     with pytest.raises(JournalError, match=r"broken at byte \d+, and others follow"):
         Recorder(tmp_path, RUN, play.rules, "never")
+    last = len(list(read_segment_bytes(tmp_path, number, whole))[-1])
+    first.write_bytes(whole[: -last - RECORD_HEAD.size])
+    with pytest.raises(JournalError, match=rf"written up to byte {len(whole)}, and can be read up to byte \d+"):
+        Recorder(tmp_path, RUN, play.rules, "never")
+    first.write_bytes(whole)
+    Recorder(tmp_path, RUN, play.rules, "never").close()
+
+
+def read_segment_bytes(folder: Path, number: int, data: bytes) -> list[Any]:
+    segment_path(folder, number).write_bytes(data)
+    return list(read_segment(folder, number))
 
 
 @settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -202,7 +220,7 @@ def test_whatever_happened_the_journal_gives_the_state_after_one_of_its_last_eve
         something(play, memory, rng)
         if rng.random() < 0.1:
             before, cut = memory.state(), rng.choice([0, 0, 1, 40])
-            memory.die(cut)
+            memory.die(cut, killed=rng.random() < 0.5)
             assert memory.recorder.replay.ledger in memory.ledgers
             if not cut:
                 assert memory.state() == before
