@@ -268,9 +268,11 @@ class Service:
             match effect:
                 case events.GrantLease(node, lease):
                     grants[node].append(lease)
-                case events.MoveLease(node, lease, payloads):
+                case events.MoveLease(node, lease, payloads) if all(payloads):
                     inline, blobs = pack_payloads(payloads)
                     self._send(node, TakeOver(lease, inline), blobs)
+                case events.MoveLease(node, lease, _):  # a restart may have cost its prefixes: it is sampled anew
+                    grants[node].append(lease)
                 case events.CancelLease(node, lease_id, reason):
                     self._send(node, Cancel((lease_id,), reason))
                 case events.LendBatch():

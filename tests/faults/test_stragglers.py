@@ -1,5 +1,5 @@
-"""A node that is far too slow for the bound: with on_stale = "drop" and "mask" nobody waits for it, and it costs what it
-costs, in the books and in the summary."""
+"""A node that is far too slow for the bound: with on_stale = "drop" and "mask" nobody waits for it, and what that costs
+is in the books and in the summary."""
 
 from __future__ import annotations
 
