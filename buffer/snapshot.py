@@ -202,9 +202,9 @@ class _Loader:
             kind_number, *values = self._objects[number]
             kind, slots = self._kinds[kind_number]
             made = self._made[number] = object.__new__(kind)
-            for slot, item in zip(slots, values, strict=False):
-                setattr(made, slot, self.value(item))
             others = values[len(slots) :]
+            for slot, item in zip(slots, values[: len(slots)], strict=True):
+                setattr(made, slot, self.value(item))
             for name, item in zip(others[::2], others[1::2], strict=True):
                 setattr(made, name, self.value(item))
         return made
