@@ -40,6 +40,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: str = "run"
     seed: Count = 0
     steps: PositiveInt = 100
+    deterministic: bool = False
+    """The same seed gives the same run, stopped and resumed or not: ticket n is sampled under exactly the version
+    max(0, n // groups_per_step - max_staleness), by steps of fixed shapes, on CPUs in float32. It costs throughput."""
     eval_every: Count = 0
     """Evaluate at version 0, every this many versions, and at the end; 0 is never."""
     eval_samples: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
@@ -254,11 +257,31 @@ def check_config(config: Config) -> None:
         )
     if inference.max_new_tokens >= inference.max_context:
         raise ConfigError("[inference] max_new_tokens leaves no room for a prompt in max_context")
+    if config.run.deterministic and (settings := lacking_for_determinism(config)):
+        raise ConfigError(f"run.deterministic = true needs other settings: add {' '.join(settings)}")
     if buffer.capacity_bytes < batch_bytes(config):
         raise ConfigError(
             f"[buffer] capacity_bytes = {buffer.capacity_bytes} is below one batch of at most {batch_bytes(config)} "
             "bytes: raise it, or lower groups_per_step, group_size or inference.max_context"
         )
+
+
+def lacking_for_determinism(config: Config) -> list[str]:
+    """The settings, as `--set key=value`, without which the clock would decide what is sampled: by overtaking, policies
+    that change within a trajectory, prefixes computed again in other shapes, a step compiled at some time; and what the
+    fixed shapes are not shown for."""
+    buffer, inference = config.buffer, config.inference
+    wanted = {
+        "buffer.order": (buffer.order, "fifo"),
+        "buffer.on_stale": (buffer.on_stale, "wait"),
+        "inference.in_flight": (inference.in_flight, "finish"),
+        "inference.handover": (inference.handover, "discard"),
+        "model.dtype": (config.model.dtype, "float32"),
+        "inference.dtype": ("float32" if inference.dtype == "auto" else inference.dtype, "float32"),
+        "model.device": ("cpu" if config.model.device == "auto" else config.model.device, "cpu"),
+        "inference.compile": ("never" if inference.compile == "auto" else inference.compile, "never"),
+    }
+    return [f"--set {key}={value}" for key, (present, value) in wanted.items() if present != value]
 
 
 ATTEMPT_OVERHEAD_BYTES = 640  # header, names, reward components, a note of an error

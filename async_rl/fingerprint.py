@@ -41,6 +41,8 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
         "[task]": _hash(_canonical(config.task)),
         "[algorithm]": _hash(_canonical(_table(config.algorithm))),
         "group size": str(config.buffer.group_size),
+        # The shapes of what nodes compute, where these decide the last bits.
+        "run.deterministic": f"max_context {config.inference.max_context}" if config.run.deterministic else "false",
         # The tokens by which a served policy is compared with the trainer's come from it (async_rl.proof).
         "run.seed": str(config.run.seed),
         "sampling": f"temperature {config.inference.temperature}, max_new_tokens {config.inference.max_new_tokens}",

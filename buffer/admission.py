@@ -19,7 +19,8 @@ def may_lease(ticket: int, node_version: int, lead: int, groups_per_batch: int) 
 
 
 def least_version(ticket: int, lead: int, groups_per_batch: int) -> int:
-    """The oldest version under which `ticket` may be leased; for messages only."""
+    """The oldest version under which `ticket` may be leased; in a deterministic run the only one. A node that may have
+    the ticket is at least as new, so it can be pinned to it."""
     return max(0, ticket // groups_per_batch - lead)
 
 

@@ -8,6 +8,7 @@ One runs at a time, the rest wait their turn; the time-out of each starts with i
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
@@ -48,7 +49,7 @@ class Running:
     def result(self, now: float) -> EvalFinished:
         """The mean over what was evaluated; not a number when nothing was."""
         done = len(self.rewards)
-        mean = sum(self.rewards) / done if done else float("nan")
+        mean = math.fsum(self.rewards) / done if done else math.nan  # in whatever order they came
         return EvalFinished(self.policy, done, mean, self.n - done, now - self.started)
 
 

@@ -40,7 +40,7 @@ class Group:
     closed. There may be a million of these."""
 
     __slots__ = (
-        "failed", "instance", "leased_at", "leases", "missing_mask", "open_leases", "payload_bytes", "ready",
+        "failed", "instance", "leased_at", "leases", "mishaps", "missing_mask", "open_leases", "payload_bytes", "ready",
         "reserved", "retries", "ticket", "try_",
     )  # fmt: skip
 
@@ -59,6 +59,7 @@ class Group:
         self.leases: tuple[LeaseRecord, ...] = ()
         self.failed: tuple[int, ...] = ()  # given up, unless on_short_group is retry
         self.retries: Mapping[int, int] = NO_RETRIES
+        self.mishaps: Mapping[int, int] = NO_RETRIES  # as retries, but with the same seed
         self.payload_bytes = 0  # once it is ready
         self.ready = False
 
@@ -176,9 +177,12 @@ class Groups:
         if why == "env_failed" and self._rules.on_short_group != "retry":
             group.failed += (sample,)
             return
-        retry = group.retries.get(sample, 0) + 1
-        group.retries = {**group.retries, sample: retry}
-        self._check_tries(group, group.try_ + retry, f"sample {sample}: {why}: {detail}")
+        if self._rules.deterministic and why != "env_failed":  # chance, which must not decide what is sampled
+            group.mishaps = {**group.mishaps, sample: group.mishaps.get(sample, 0) + 1}
+        else:
+            group.retries = {**group.retries, sample: group.retries.get(sample, 0) + 1}
+        failures = group.retries.get(sample, 0) + group.mishaps.get(sample, 0)
+        self._check_tries(group, group.try_ + failures, f"sample {sample}: {why}: {detail}")
         self._miss(group, 1 << sample)
 
     def lease_closed(self, record: LeaseRecord) -> None:

@@ -18,6 +18,7 @@ the event itself is about many (a node lost with its leases, a batch, the start 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -28,7 +29,7 @@ from async_rl.proof import CANARY
 from async_rl.version import is_stale, judged_version
 from async_rl.wire.messages import Lease, Progress, SamplingParams
 from buffer import attesting, leaving, restarts
-from buffer.admission import may_lease
+from buffer.admission import least_version, may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
     AnyEvent,
@@ -38,6 +39,7 @@ from buffer.events import (
     DrawRequested,
     Effect,
     EndRun,
+    EvalFinished,
     EvalRequested,
     GrantLease,
     LendBatch,
@@ -49,7 +51,6 @@ from buffer.events import (
     ResultArrived,
     ResultRefused,
     ResultsArrived,
-    Resumed,
     RunFinished,
     Ticked,
     TrainerJoined,
@@ -59,7 +60,7 @@ from buffer.handover import Handovers
 from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
 from buffer.quarantine import KEPT, Quarantine
-from buffer.results import Refusal, is_owed, remember, sort_dispositions, why_not_owed, why_refused
+from buffer.results import Refusal, is_owed, only_policy, remember, sort_dispositions, why_not_owed, why_refused
 from buffer.rules import Rules, rules_from_config
 from buffer.waiting import who_waits
 
@@ -234,7 +235,8 @@ class Replay:
                 continue
             owed ^= 1 << event.sample
             begun = self.handovers.begun_under(number, event.sample)
-            refusal = why_refused(event, lease, self.published, self.quarantine.proofs, begun)
+            exact = self.rules.deterministic
+            refusal = why_refused(event, lease, self.published, self.quarantine.proofs, begun, exact)
             if refusal is not None:
                 self._refuse(event, refusal, self._refused, effects)
             if isinstance(lease, EvalLease):
@@ -346,9 +348,10 @@ class Replay:
                 return
             if not groups.has_credit(ticket):
                 return
+            under = least_version(ticket, rules.lead, rules.groups_per_step) if rules.deterministic else version
             node = nodes.first_waiting(version)
             group = groups.take_lowest(now)
-            lease = self.leases.grant(node, ticket, version, now)
+            lease = self.leases.grant(node, ticket, under, now)
             samples = groups.lease(group, lease)
             node.leases.add(lease.lease)
             node.leased_samples += len(samples)
@@ -361,7 +364,7 @@ class Replay:
         seeds = train_seeds(rules.run_seed, group.ticket, group.try_, samples, group.retries)
         return Lease(
             lease.lease, group.ticket, group.try_, group.instance, "train", samples, seeds, lease.min_version,
-            rules.sampling,
+            rules.sampling, only_policy(self.published, lease.min_version) if rules.deterministic else None,
         )  # fmt: skip
 
     def _lease_evaluation(self, now: float, effects: list[Effect]) -> None:
@@ -385,10 +388,12 @@ class Replay:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _eval_requested(self, event: EvalRequested, now: float, effects: list[Effect]) -> None:
-        if event.policy.digest not in self.published.get(event.policy.version, ()):
-            self.end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
-        else:
+        if event.policy.digest in self.published.get(event.policy.version, ()):
             self.evaluations.request(event)
+        elif event.policy.version < self.covered:  # asked again, and the journal that knew it was lost
+            effects.append(EvalFinished(event.policy, 0, math.nan, event.n, 0.0))
+        else:
+            self.end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
 
     def _finish_evaluation(self, now: float, effects: list[Effect]) -> None:
         if self.evaluations.due(now) and self.evaluations.current is not None:
@@ -401,6 +406,8 @@ class Replay:
     def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
         self.quarantine.proofs.registered(event.policy, event.proof)
         if event.policy.name != CANARY:
+            if self.rules.deterministic and (problem := restarts.why_not_the_same(self.published, event.policy)):
+                self.end(problem, effects)
             remember(self.published, event.policy, self.rules.max_staleness + KEPT)
             self.nodes.policy_registered()
 
@@ -454,25 +461,6 @@ class Replay:
 
     # --- the ends ----------------------------------------------------------------------------------------------------
 
-    def _resumed(self, event: Resumed, now: float, effects: list[Effect]) -> None:
-        progress = event.progress
-        spent = progress.next_ticket - len(progress.open_tickets)
-        if self.leases.next_lease or self.confirmed_batches:
-            self.end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
-        elif spent != progress.confirmed_batches * self.rules.groups_per_step:
-            self.end(
-                f"the checkpoint has {spent} spent tickets after {progress.confirmed_batches} batches, but "
-                f"buffer.groups_per_step is {self.rules.groups_per_step}: it belongs to another configuration",
-                effects,
-            )
-        elif not (self.groups.fits(progress) and self.evaluations.ledger.fits(progress.eval_ledger)):
-            self.end("the checkpoint's account of tickets and attempts does not add up: go on from another", effects)
-        else:
-            self.groups.resume(progress, now)
-            self.evaluations.ledger.resume(progress.eval_ledger)
-            self.confirmed_batches = self.covered = progress.confirmed_batches
-            self.leases.resume_at(progress.next_lease)
-
     def _run_finished(self, event: RunFinished, now: float, effects: list[Effect]) -> None:
         self.ended = self.ended or event.reason or "the run has finished"
         for lease in self.leases.open.values():
@@ -491,7 +479,6 @@ class Replay:
         DrawRequested: _draw_requested,
         BatchConfirmed: _batch_confirmed,
         EvalRequested: _eval_requested,
-        Resumed: _resumed,
         Ticked: _ticked,
         RunFinished: _run_finished,
         **attesting.HANDLERS,

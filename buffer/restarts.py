@@ -2,6 +2,7 @@
 
     BufferStarted   the first event of each life of the service, by its present rules
     TrainerJoined   a trainer at version 0, or at its checkpoint's: what was lent since is lent to it again
+    Resumed         the journal is lost: what a checkpoint says of it takes its place
     Checkpointed    from here on nobody goes back beyond that version
 
 These handlers belong to `buffer.replay.Replay`, and change its state as its own do.
@@ -12,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from async_rl.version import PolicyId
 from async_rl.wire.messages import Lease
-from buffer.events import BufferStarted, Checkpointed, Effect, TrainerJoined
+from buffer.events import BufferStarted, Checkpointed, Effect, Resumed, TrainerJoined
 from buffer.leases import EvalLease, LeaseRecord
+from buffer.results import Policies
 from buffer.rules import Rules
 
 if TYPE_CHECKING:
     from buffer.replay import Replay
 
-FIXED = ("run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling")
+FIXED = ("run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling", "deterministic")
 """Rules that tickets which exist already were made by."""
 
 
@@ -47,6 +50,45 @@ def why_no_such_trainer(version: int, confirmed: int, covered: int) -> str:
             "the batches before it are gone: resume from that one"
         )
     return ""
+
+
+def why_not_the_same(published: Policies, policy: PolicyId) -> str:
+    """Why a deterministic run cannot go on with a policy that is published: its version was another one before. Empty
+    when it can."""
+    others = [PolicyId(policy.name, policy.version, digest) for digest in published.get(policy.version, ())]
+    if not others or policy in others:
+        return ""
+    return (
+        f"version {policy.version} was {others[0].short()}, and trained again from the same batches it is "
+        f"{policy.short()}: this is not the machine, or not the software or the number of threads, that trained it "
+        "first, so the run cannot go on with run.deterministic = true"
+    )
+
+
+def resumed(replay: Replay, event: Resumed, now: float, effects: list[Effect]) -> None:
+    progress, rules = event.progress, replay.rules
+    spent = progress.next_ticket - len(progress.open_tickets)
+    if replay.leases.next_lease or replay.confirmed_batches:
+        replay.end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
+    elif spent != progress.confirmed_batches * rules.groups_per_step:
+        replay.end(
+            f"the checkpoint has {spent} spent tickets after {progress.confirmed_batches} batches, but "
+            f"buffer.groups_per_step is {rules.groups_per_step}: it belongs to another configuration",
+            effects,
+        )
+    elif not (replay.groups.fits(progress) and replay.evaluations.ledger.fits(progress.eval_ledger)):
+        replay.end("the checkpoint's account of tickets and attempts does not add up: go on from another", effects)
+    elif rules.deterministic:
+        replay.end(
+            "the buffer's journal is lost, and with it the policies that the next tickets have to be sampled under: "
+            "a run with run.deterministic = true cannot go on without it",
+            effects,
+        )
+    else:
+        replay.groups.resume(progress, now)
+        replay.evaluations.ledger.resume(progress.eval_ledger)
+        replay.confirmed_batches = replay.covered = progress.confirmed_batches
+        replay.leases.resume_at(progress.next_lease)
 
 
 def buffer_started(replay: Replay, event: BufferStarted, now: float, effects: list[Effect]) -> None:
@@ -89,5 +131,6 @@ def _message_again(replay: Replay, lease: LeaseRecord) -> Lease:
 HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {
     BufferStarted: buffer_started,
     TrainerJoined: trainer_joined,
+    Resumed: resumed,
     Checkpointed: checkpointed,
 }

@@ -34,6 +34,12 @@ def remember(published: dict[int, set[str]], policy: PolicyId, kept: int) -> Non
         del published[next(iter(published))]
 
 
+def only_policy(published: Policies, version: int) -> PolicyId | None:
+    """The policy of a version of which one digest was published; None when that is long ago."""
+    digests = published.get(version)
+    return PolicyId("main", version, min(digests)) if digests else None
+
+
 def is_owed(event: ResultArrived, lease: LeaseRecord, owed: int) -> bool:
     """Whether the node that sends this result owes it, `owed` being the samples that the lease still does."""
     return event.sample >= 0 and owed >> event.sample & 1 == 1 and event.node == lease.holder.name
@@ -56,10 +62,11 @@ def is_proved(run: VersionRun, node: Node, begun: Sequence[VersionRun]) -> bool:
 
 
 def why_refused(
-    event: ResultArrived, lease: LeaseRecord, published: Policies, proofs: Proofs, begun: Sequence[VersionRun]
-) -> Refusal | None:
+    event: ResultArrived, lease: LeaseRecord, published: Policies, proofs: Proofs, begun: Sequence[VersionRun],
+    exact: bool = False,
+) -> Refusal | None:  # fmt: skip
     """Why an owed result must not train (or be evaluated); None when it may. Every token that trains is proved, as
-    is every evaluated one where there are proofs."""
+    is every evaluated one where there are proofs. `exact`: and of the very version that the lease names."""
     if event.problem:
         return Refusal("problem", event.problem)
     if event.status != "ok":
@@ -82,6 +89,10 @@ def why_refused(
         if run.version < lease.min_version:
             oldest = oldest_version(event.versions)
             return Refusal("too_old", f"sampled under version {oldest}, leased for {lease.min_version} or newer")
+        if exact and run.version != lease.min_version:
+            return Refusal(
+                "wrong_policy", f"sampled under version {run.version}, leased for exactly {lease.min_version}"
+            )
     return None
 
 

@@ -38,6 +38,7 @@ class Rules(NamedTuple):
     sampling: SamplingParams
     quarantine_limit: float = 30.0
     on_stale: OnStale = "wait"
+    deterministic: bool = False
 
 
 def rules_from_config(config: Config) -> Rules:
@@ -61,4 +62,5 @@ def rules_from_config(config: Config) -> Rules:
         sampling=SamplingParams(inference.temperature, inference.max_new_tokens),
         quarantine_limit=buffer.quarantine_limit,
         on_stale=buffer.on_stale,
+        deterministic=config.run.deterministic,
     )

@@ -25,6 +25,7 @@ def _torch(config: Config, model_path: Path) -> Engine:
         device=config.model.device,
         dtype=config.model.dtype if inference.dtype == "auto" else inference.dtype,
         compile_mode=inference.compile,
+        exact=config.run.deterministic,
     )
 
 

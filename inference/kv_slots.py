@@ -90,6 +90,7 @@ class SlotCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.rows = rows
         positions += 1
         # Tensors of one shape share one pool, so that moving rows is one operation for all layers.
         shapes = [shape for layer in layer_shapes for shape in layer]

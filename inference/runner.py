@@ -17,6 +17,7 @@ import torch
 from inference.compiled_step import CompileMode
 from inference.decode_step import Draw, sampled
 from inference.engine import EngineError
+from inference.exact_shapes import BLOCK, Block, blocks, why_not_exact
 from inference.forwards import make_forward
 from inference.model_loading import load_model
 from inference.slot_linear import ActiveSlot, LowRank, wrap_linears
@@ -41,7 +42,8 @@ class Draws(NamedTuple):
 
 
 class ModelRunner:
-    """The model, its linear layers with `policy_slots` slots, and `rows` x `positions` of KV cache."""
+    """The model, its linear layers with `policy_slots` slots, and `rows` x `positions` of KV cache. `exact`: the bits
+    of a row's results do not depend on the other rows (inference.exact_shapes); raises EngineError where they would."""
 
     def __init__(
         self,
@@ -53,15 +55,24 @@ class ModelRunner:
         device: torch.device,
         dtype: str,
         compile_mode: CompileMode,
+        exact: bool = False,
     ) -> None:
         self.device = device
+        self._exact = exact
+        if exact:
+            # Room for a whole block, and a position that no request has.
+            rows, positions = max(rows, BLOCK), positions + 1
+        self._positions = positions
         self.model = load_model(path, device, dtype)
         self.config = self.model.config.get_text_config(decoder=True)
         self.dtype = self.model.dtype
+        if exact and (problem := why_not_exact(device, self.dtype)):
+            raise EngineError(problem)
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         if self.max_positions is not None and positions > self.max_positions:
+            spare = " with the one to spare of run.deterministic" if exact else ""
             raise EngineError(
-                f"max_context is {positions}, but the model at {path} has {self.max_positions} positions "
+                f"max_context is {positions}{spare}, but the model at {path} has {self.max_positions} positions "
                 "(max_position_embeddings): lower [inference] max_context"
             )
         active = ActiveSlot()
@@ -90,9 +101,12 @@ class ModelRunner:
         ordered = [distinct[key] for key in number]
         logits = [
             self._prefill_chunk(slot, ordered[chunk.start : chunk.stop], members - chunk.start, rows)
-            for chunk in _chunks([len(tokens) for tokens in ordered])
+            for chunk in _chunks([len(tokens) for tokens in ordered], 0 if self._exact else FORWARD_TOKENS)
         ]
-        return self._to_host(sampled(torch.cat(logits)[self._to_device(members)], self._draw(draws)))
+        logits_nv = torch.cat(logits)[self._to_device(members)]
+        if self._exact:
+            return self._sample_in_blocks(logits_nv, draws)
+        return self._to_host(sampled(logits_nv, self._draw(draws)))
 
     def _prefill_chunk(
         self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], members: IntArray, rows: IntArray
@@ -107,9 +121,31 @@ class ModelRunner:
     def decode(self, slot: int, start: int, tokens: IntArray, positions: IntArray, draws: Draws) -> Sampled:
         """One token for each of rows [start:start+n) under a policy slot: tokens int64[n] go to `positions` int64[n].
         Returns the next tokens and their log-probabilities, float64[2, n]."""
+        if self._exact:
+            whole = range(start, start + len(tokens))
+            parts = [
+                self._decode_block(slot, block, tokens, positions, draws) for block in blocks(whole, self.cache.rows)
+            ]
+            return np.concatenate(parts, axis=1)
         ids, places = self._to_device(np.stack((tokens, positions)))
         length = int(positions.max()) + 1
         return self._to_host(self.forward.decode(slot, start, ids, places, length, self._draw(draws)))
+
+    def _decode_block(self, slot: int, block: Block, tokens: IntArray, positions: IntArray, draws: Draws) -> Sampled:
+        """As `decode`, for those of its rows that `block` names. The other rows of the block decode token 0 in vain, at
+        the position that no request has."""
+        ids = self._to_device(block.filled(tokens, 0))
+        places = self._to_device(block.filled(positions, self._positions - 1))
+        draw = self._draw(block_draws(block, draws))
+        return self._to_host(self.forward.decode(slot, block.start, ids, places, self._positions, draw))[:, block.used]
+
+    def _sample_in_blocks(self, logits_nv: torch.Tensor, draws: Draws) -> Sampled:
+        parts = []
+        for block in blocks(range(len(logits_nv)), max(len(logits_nv), BLOCK)):
+            logits_bv = logits_nv.new_zeros(BLOCK, logits_nv.shape[1])
+            logits_bv[block.used] = logits_nv[block.source]
+            parts.append(self._to_host(sampled(logits_bv, self._draw(block_draws(block, draws))))[:, block.used])
+        return np.concatenate(parts, axis=1)
 
     @torch.inference_mode()
     def score(self, slot: int, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
@@ -117,7 +153,7 @@ class ModelRunner:
         they are."""
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         scores: list[npt.NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * len(sequences)
-        for chunk in _chunks([len(sequences[i]) for i in order]):
+        for chunk in _chunks([len(sequences[i]) for i in order], FORWARD_TOKENS):
             ids = self._padded([sequences[order[j]] for j in chunk])
             logits = self.forward.score(slot, ids)
             logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(2, ids[:, 1:, None])[..., 0]
@@ -149,12 +185,17 @@ class ModelRunner:
         return array
 
 
-def _chunks(lengths: Sequence[int]) -> list[range]:
-    """Ranges over ascending lengths, so that each one's padded size stays within FORWARD_TOKENS (or is one)."""
+def block_draws(block: Block, draws: Draws) -> Draws:
+    """Those of a block's rows; of those in vain at temperature 1."""
+    return Draws(block.filled(draws.temperature, 1.0), block.filled(draws.greedy, 0), block.filled(draws.uniforms, 0.0))
+
+
+def _chunks(lengths: Sequence[int], most: int) -> list[range]:
+    """Ranges over ascending lengths, so that each one's padded size stays within `most` tokens (or it is one)."""
     chunks: list[range] = []
     for i, length in enumerate(lengths):
         start = chunks[-1].start if chunks else 0
-        if chunks and (i + 1 - start) * length <= FORWARD_TOKENS:
+        if chunks and (i + 1 - start) * length <= most:
             chunks[-1] = range(start, i + 1)
         else:
             chunks.append(range(i, i + 1))

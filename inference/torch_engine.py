@@ -58,7 +58,8 @@ class _Attempt:
 
 class TorchEngine:
     """Implements inference.engine.Engine. `slots` requests run at once, each of at most `max_context` tokens, prompt
-    included; `stop_tokens` end a request (default: the model's own end tokens)."""
+    included; `stop_tokens` end a request (default: the model's own end tokens). With `exact` a pinned request gets the
+    same bits whatever else runs (inference.exact_shapes)."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class TorchEngine:
         dtype: str = "auto",
         compile_mode: CompileMode = "auto",
         stop_tokens: Collection[int] | None = None,
+        exact: bool = False,
     ) -> None:
         if slots < 1 or max_context < 2:
             raise EngineError(f"slots is {slots} and max_context is {max_context}: need at least 1 and 2")
@@ -82,8 +84,10 @@ class TorchEngine:
             policy_slots=max_resident,
             device=pick_device(device),
             dtype=dtype,
-            compile_mode=compile_mode,
+            compile_mode="never" if exact else compile_mode,
+            exact=exact,
         )
+        self._exact = exact
         self._slots, self._max_context = slots, max_context
         self.vocabulary_size = self._runner.input_vocab
         self._is_stop = stop_table(self._runner.model, self._runner.vocab, stop_tokens)
@@ -286,7 +290,7 @@ class TorchEngine:
         wave = [self._waiting.pop(key) for key in list(self._waiting)[:count]]
         serials = np.array([self._stamps.serial(self._bind(attempt, serving)) for attempt in wave], dtype=np.int64)
         placed = self._arrange(serials)
-        holders = self._prompt_holders(exclude=placed)
+        holders = {} if self._exact else self._prompt_holders(exclude=placed)
         shared = []
         for attempt, serial, row in zip(wave, serials.tolist(), placed.tolist(), strict=True):
             self._seat(attempt, serial, row)

@@ -59,12 +59,13 @@ REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
 
 class State(msgspec.Struct):
     """What a checkpoint keeps beside the backend's own files. `progress` is for the case that the buffer's journal is
-    lost."""
+    lost; `evaluating` has not been reported yet, and is asked for again."""
 
     version: int = 0
     digest: str = ""
     elapsed_s: float = 0.0
     progress: Progress | None = None
+    evaluating: tuple[EvalRequest, ...] = ()
 
 
 class Learner:
@@ -93,7 +94,7 @@ class Learner:
         self._pushes_seen = self._mismatches_seen = 0
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
-        self._evaluating: dict[PolicyId, EvalRequest] = {}
+        self._evaluating = {request.policy: request for request in state.evaluating}
         self._push_bytes = 0
         self._fingerprint = fingerprint
         self._life = secrets.token_hex(8)
@@ -104,6 +105,8 @@ class Learner:
     def learn(self) -> None:
         """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError, FloatingPointError."""
         state, steps = self._state, self._config.run.steps
+        for policy in self._evaluating:
+            self._publisher.pin(policy, True)  # before the store has a reason to let go of it
         self._talk.introduce()
         self._publish_canary()
         self._publish()
@@ -254,6 +257,7 @@ class Learner:
 
     def _checkpoint(self) -> None:
         self._state.elapsed_s = self._time_s()
+        self._state.evaluating = tuple(self._evaluating.values())
         state = msgspec.to_builtins(self._state, str_keys=True)
         with self._watchdog.working(f"writes the checkpoint of version {self._state.version}"):
             write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
@@ -267,6 +271,7 @@ class Learner:
             {
                 "step": step,
                 "version": self._state.version,
+                "digest": self._state.digest,
                 "time_s": self._time_s(),
                 **batch_record(batch),
                 "skipped": result.skipped,

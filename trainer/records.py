@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from async_rl.run.lengths import histogram
@@ -34,6 +36,7 @@ def batch_record(batch: TrainingBatch) -> Record:
         "nodes": batch.nodes,
         "trained_lengths": _trained_lengths(batch),
         "batch_tokens": batch.tokens,
+        "data": data_digest(batch.groups, batch.trajectories),
         **_journey(batch.for_version, batch.groups, batch.trajectories),
     }
 
@@ -44,6 +47,18 @@ def _trained_lengths(batch: TrainingBatch) -> dict[str, int]:
     trained = [one for one, outcome in zip(batch.trajectories, outcomes, strict=True) if outcome == "trained"]
     lengths = histogram(sum(run.count for run in one.versions) for one in trained)
     return {str(length): count for length, count in sorted(lengths.items())}
+
+
+def data_digest(groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> str:
+    """SHA-256 (its first half) of what a batch is made of, in its order: each group's place and instance, each
+    attempt's tokens, log-probabilities, versions and reward. Not who sampled it, when, or under which lease."""
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(msgspec.msgpack.encode((group.ticket, group.try_, group.instance, group.size)))
+    for each in trajectories:
+        digest.update(msgspec.msgpack.encode((each.sample, each.status, each.reward, each.segments)))
+        digest.update(each.arrays)
+    return digest.hexdigest()[:32]
 
 
 def _journey(for_version: int, groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> Record:

@@ -1,6 +1,7 @@
 """`metrics.jsonl`: one JSON object a line, one line a training step; written by the trainer, read by everyone else.
 
-A step's keys: step (from 0), version (that it made: step + 1), time_s (since the trainer began), reward (mean over
+A step's keys: step (from 0), version (that it made: step + 1), digest (of the policy that it published), data (a digest
+of what it trained on), time_s (since the trainer began), reward (mean over
 the batch's attempts), staleness_max, staleness_mean (versions), tokens (trained), train_tokens_per_s, draw_wait_s,
 train_s, step_s, loss, k3, ess, and whatever else the loss reports. An evaluation is an object {version, reward, n}
 under the key "eval" (several in a list under "evals" as well), in a step's line or in a line of its own.

@@ -81,8 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """The right and duty of one node to produce `samples` of one ticket. Evaluation leases have ticket -1 and a
-    pinned `policy`. No node starts a training lease under a version older than `min_version`. `seeds` has one entry
-    per sample: the whole random state of an attempt is (seed, position)."""
+    pinned `policy`, which those of a deterministic run have too. No node starts a training lease under a version older
+    than `min_version`. `seeds` has one entry per sample: the whole random state of an attempt is (seed, position)."""
 
     lease: int
     ticket: int

@@ -101,6 +101,11 @@ BROKEN = {
     'set treatment = "clip"': {"algorithm": PPO | {"treatment": "truncate"}},
     "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
     "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
+    "true needs other settings: add --set buffer.order=fifo --set inference.handover=discard --set inference.co": {
+        "run": {"deterministic": True},
+        "buffer": {"order": "windowed"},
+        "inference": {"compile": "always"},
+    },
     "is below one batch of at most 1466368 bytes": {"buffer": {"capacity_bytes": 1466367}},
 }
 # Each as near as one can come to the rule above it without breaking it.
@@ -114,6 +119,7 @@ WHOLE = [
     {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 2, "in_flight": "continue"}},
     {"inference": {"max_resident": 2}},
+    {"run": {"deterministic": True}, "inference": {"handover": "discard"}},
     {"inference": {"max_new_tokens": 63, "max_context": 64}},
     {"buffer": {"capacity_bytes": 1466368}},
 ]
