@@ -242,15 +242,17 @@ class Pool:
             max_tries=10**6, steps=6, groups_per_step=3, group_size=3, max_staleness=2, lease_timeout=20.0, **changes
         )
         self.tools = tools
-        self.play.publish()
         self.holds: dict[str, dict[int, Lease]] = {}
         self.wanted: dict[str, int] = {}
         self.draining: set[str] = set()
         self.moved = 0
+        self._apply, self.play.apply = self.play.apply, self.heard
+        self.play.publish()
 
-    def apply(self, event: Any) -> None:
+    def heard(self, event: Any) -> list[Any]:
+        """Every event goes this way, also those that `Play` makes of itself."""
         issued = self.play.replay.ledger["issued"]
-        effects = self.play.apply(event)
+        effects: list[Any] = self._apply(event)
         granted = self.tools.leases(effects)
         new = sum(len(lease.samples) for lease in granted if lease.split == "train")
         assert self.play.replay.ledger["issued"] == issued + new  # a move issues nothing
@@ -264,24 +266,25 @@ class Pool:
                 self.holds[effect.node][effect.lease.lease] = effect.lease
             elif type(effect).__name__ == "CancelLease":
                 self.holds.get(effect.node, {}).pop(effect.lease, None)
+        return effects
 
     def join(self, name: str) -> None:
         self.holds[name], self.wanted[name] = {}, 0
         self.draining.discard(name)
-        self.apply(NodeJoined(name, 6))
-        self.apply(NodeAttested(name, self.play.policies[-1]))
+        self.play.apply(NodeJoined(name, 6))
+        self.play.apply(NodeAttested(name, self.play.policies[-1]))
 
     def lose(self, name: str) -> None:
         self.holds.pop(name, None)
         self.draining.discard(name)
-        self.apply(NodeLost(name, "test"))
+        self.play.apply(NodeLost(name, "test"))
 
     def want(self, name: str) -> None:
         self.wanted[name] += self.rng.randrange(8)
         self.play_want(name)
 
     def play_want(self, name: str) -> None:
-        self.apply(NodeWanted(name, self.wanted[name]))
+        self.play.apply(NodeWanted(name, self.wanted[name]))
 
     def open_lease(self, name: str) -> Lease | None:
         held = [lease for lease in self.holds.get(name, {}).values() if self.owed(name, lease)]
@@ -293,7 +296,7 @@ class Pool:
 
     def deliver(self, name: str, lease: Lease, sample: int) -> None:
         policy = self.play.policies[self.rng.randrange(lease.min_version, len(self.play.policies))]
-        self.apply(
+        self.play.apply(
             ResultArrived(
                 name, lease.lease, sample, self.rng.choice(["ok"] * 6 + ["env_failed"]), 1.0,
                 (VersionRun(policy.version, policy.digest, 4),), 4, b"payload",
@@ -303,7 +306,7 @@ class Pool:
     def leave(self, name: str) -> None:
         """Give some back, hand some over, and go; or forget some, as a node that is killed while it drains."""
         self.draining.add(name)
-        self.apply(NodeDraining(name))
+        self.play.apply(NodeDraining(name))
         for lease in list(self.holds[name].values()):
             owed = self.owed(name, lease)
             fate = self.rng.randrange(4)
@@ -311,12 +314,12 @@ class Pool:
                 continue
             del self.holds[name][lease.lease]
             if fate == 1:
-                self.apply(SamplesReturned(name, lease.lease, owed))
+                self.play.apply(SamplesReturned(name, lease.lease, owed))
             else:
                 chosen = owed if fate == 2 else owed[: self.rng.randrange(1, len(owed) + 1)]
                 policy = self.play.policies[lease.min_version]
                 prefixes = tuple(prefix(policy, sample) for sample in chosen)
-                self.apply(PrefixesHandedOver(name, lease.lease, prefixes))
+                self.play.apply(PrefixesHandedOver(name, lease.lease, prefixes))
 
     def train(self) -> None:
         self.play.draw()
@@ -335,13 +338,13 @@ class Pool:
             case 2 if here:
                 self.leave(name)
             case 3 if here:
-                self.apply(NodeAttested(name, self.play.policies[-1]))
+                self.play.apply(NodeAttested(name, self.play.policies[-1]))
             case 4 | 5 if here:
                 self.want(name)
             case 6:
                 self.train()
             case 7:
-                self.apply(Ticked())
+                self.play.apply(Ticked())
             case _:
                 lease = self.open_lease(name)
                 if lease is not None:
@@ -356,7 +359,7 @@ class Pool:
                 break
             if "last" not in self.holds:
                 self.join("last")
-            self.apply(NodeAttested("last", self.play.policies[-1]))
+            self.play.apply(NodeAttested("last", self.play.policies[-1]))
             self.wanted["last"] += 50
             self.play_want("last")
             for lease in list(self.holds["last"].values()):
