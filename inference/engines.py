@@ -11,12 +11,15 @@ from inference.engine import Engine
 
 
 def _torch(config: Config, model_path: Path) -> Engine:
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from inference.torch_engine import TorchEngine
 
     disable_progress_bar()  # a node writes to a log
     inference = config.inference
+    if config.run.deterministic:
+        torch.set_num_threads(1)  # more would share out the work by their number, which may differ between machines
     return TorchEngine(
         model_path,
         slots=inference.slots,

@@ -24,7 +24,7 @@ def test_the_same_request_alone_among_31_others_and_in_other_slots(kind, tiny_mo
     alone = tiny.engine(slots=1, exact=True)
     alone.submit(request)
     expected = bits(finish_all(alone)[3])
-    for place, slots in [(0, 32), (13, 32), (31, 32), (40, 48), (5, 6)]:
+    for place, slots in [(0, 32), (13, 32), (31, 32), (63, 64), (70, 80), (5, 6)]:
         crowd = tiny.engine(slots=slots, exact=True)
         for i in range(slots):
             other = tiny.request(100 + i, length=2 + i % 9, new=3 + i % 17, temperature=i % 4 / 4)
@@ -49,8 +49,8 @@ def test_a_pinned_request_gets_the_same_bits_beside_others_of_its_own_and_of_oth
     alone = qwen.engine((1,), slots=4, exact=True)
     alone.submit(pinned)
     expected = bits(finish_all(alone)[3])
-    crowd = qwen.engine((0, 1, 2), slots=40, exact=True)
-    for i in range(38):
+    crowd = qwen.engine((0, 1, 2), slots=90, exact=True)
+    for i in range(80):
         policy = qwen.policy(i % 3)[0]
         crowd.submit(pinned if i == 20 else qwen.request(100 + i, length=2 + i % 9, new=3 + i % 17, policy=policy))
     done = {}

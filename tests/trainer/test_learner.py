@@ -20,12 +20,22 @@ from async_rl.policy.adapter import write_adapter
 from async_rl.run.metrics import MetricsWriter, read_metrics, steps_of
 from async_rl.run.process import StopEvent
 from async_rl.run.watchdog import Watchdog
+from async_rl.version import PolicyId
 from async_rl.wire.link import Client, Server
-from async_rl.wire.messages import Leases, NodeHolds, NodeReady, NodeServing, NodeWants, Stop
+from async_rl.wire.messages import (
+    EvalRequest,
+    Leases,
+    NodeHolds,
+    NodeReady,
+    NodeServing,
+    NodeWants,
+    SamplingParams,
+    Stop,
+)
 from buffer.store import PolicyFiles, StoreService
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary
-from trainer.checkpoint import find_latest
+from trainer.checkpoint import find_latest, write_checkpoint
 from trainer.learner import Learner, State, run_learner
 from trainer.proving import Prover
 
@@ -183,3 +193,12 @@ def test_a_learner_whose_buffer_leaves_ends_with_the_buffers_words(run):
     run.backend.during_step = run.house.stopping.set
     with pytest.raises(Exception, match="the buffer was told to stop"):
         run_learner(run.learner)
+
+
+def test_a_checkpoint_keeps_the_evaluations_that_are_not_reported_yet(tmp_path: Path) -> None:
+    request = EvalRequest(PolicyId("main", 2, "ab" * 32), 8, SamplingParams(0.0, 12), 60.0)
+    state = State(version=3, digest="cd" * 32, evaluating=(request,))
+    write_checkpoint(tmp_path, 3, Counting().save, msgspec.to_builtins(state, str_keys=True))
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert msgspec.convert(found.state, State, str_keys=True) == state
