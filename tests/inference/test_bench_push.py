@@ -209,7 +209,7 @@ def test_a_run_that_is_ended_takes_its_processes_along(place: Path, number: int,
     """And its files and sockets, where it can still do so."""
     process = start(place, "--receivers", "3", "--rounds", "100000")
     read_until(process, "round 2")
-    assert len(processes_of(place)) == 5
+    assert len(processes_of(place)) == 6  # itself, three receivers, the store and its watchdog
     os.killpg(process.pid, number)  # as a terminal sends it: receivers get it, too
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, output

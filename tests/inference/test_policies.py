@@ -96,7 +96,10 @@ class House:
         return client
 
     def node(self, link: Client | None = None) -> Node:
-        node = Node(link or self.link("node", "node"), self.scratch)
+        link = link or self.link("node", "node")
+        folder = self.scratch if link.name == "node" else self.scratch / link.name  # each its own, as nodes have
+        folder.mkdir(exist_ok=True)
+        node = Node(link, folder)
         self._closing.append(node.puller.close)
         return node
 
