@@ -97,8 +97,10 @@ class House:
 
     def node(self, link: Client | None = None) -> Node:
         link = link or self.link("node", "node")
-        folder = self.scratch if link.name == "node" else self.scratch / link.name  # each its own, as nodes have
-        folder.mkdir(exist_ok=True)
+        folder = self.scratch
+        if link.name != "node":  # a folder of its own, as every node has
+            folder = self.scratch / link.name
+            folder.mkdir()
         node = Node(link, folder)
         self._closing.append(node.puller.close)
         return node
