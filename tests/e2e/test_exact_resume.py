@@ -127,8 +127,8 @@ def test_a_deterministic_run_stopped_and_killed_is_the_one_that_went_through_wit
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_deterministic_run_killed_at_every_kind_of_place_is_the_one_that_went_through(shell):
-    """Everything or one process, again and again, over 24 steps with two nodes."""
-    more = ["--set", "run.steps=24", "--set", "trainer.checkpoint_every=5"]
+    """Everything or one process, again and again, over 24 steps with two nodes, while tickets are tried again."""
+    more = ["--set", "run.steps=24", "--set", "trainer.checkpoint_every=5", "--set", "buffer.zero_variance=refill"]
     arguments = ["run", str(shell.config), *SETTINGS, *DETERMINISTIC, *more]
     plain, run = shell.folder / "plain", shell.folder / "killed"
     finish(shell, *arguments, "--out", str(plain))
