@@ -1,6 +1,7 @@
 # make run     set up, then the quickstart: a tiny model learns on this machine in a few minutes
 # make test    set up, then the tests
 # make test-slow    the tests that build compiled code or run every benchmark
+# make test-sample  one short form of each kind of fault, with real processes
 # make test-faults  kills, cuts, losses and freezes, for minutes; what it said last is in docs/faults.txt
 # make lint    ruff and mypy
 # make wheel-test    the built wheel, installed elsewhere, among modules with our packages' names
@@ -14,13 +15,16 @@ READY := $(VENV)/.ready
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-faults setup lint wheel-test clean
+.PHONY: run test test-slow test-sample test-faults setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample" $(ARGS)
+
+test-sample: setup
+	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import real_runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(240)]
 
 QUICK = ["--set", "run.steps=2", "--set", "run.eval_every=0", "--set", "inference.nodes=1"]
 ANYWHERE = ["--set", "buffer.endpoint=tcp://0.0.0.0:*", "--set", "buffer.store_endpoint=tcp://0.0.0.0:*"]

@@ -15,7 +15,7 @@ import real_runs
 
 from async_rl.run.metrics import evals_of, read_metrics, steps_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(240)]
 
 STEPS = 10
 SETTINGS = ["--set", f"run.steps={STEPS}", "--set", "trainer.checkpoint_every=4", "--set", "run.eval_every=4"]
