@@ -112,8 +112,9 @@ class Learner:
         self._publish()
         self._evaluate_if_due()
         try:
+            began = time.monotonic()
             while state.version < steps:
-                started = time.monotonic()
+                asked_at = time.monotonic()
                 drawn = self._draw(state.version)
                 drawn_at = time.monotonic()
                 reached("trainer.after-draw")
@@ -133,16 +134,16 @@ class Learner:
                 reached("trainer.after-confirm")
                 published = self._publish()
                 published_at = time.monotonic()
-                self._checkpoint_if_due()
-                self._evaluate_if_due()
-                ended = time.monotonic()
                 seconds = {
-                    "draw_wait_s": drawn_at - started,
+                    "draw_wait_s": drawn_at - asked_at,
                     "train_s": trained_at - drawn_at,
                     "cycle_s": published_at - drawn_at,
-                    "step_s": ended - started,
+                    "step_s": published_at - began,
                 }
-                self._record(batch, result, published, seconds)
+                began = published_at
+                self._record(batch, result, published, seconds)  # before a checkpoint says that the step is done
+                self._checkpoint_if_due()
+                self._evaluate_if_due()
             self._await_evaluations()
         except Interrupted:
             self._checkpoint()
