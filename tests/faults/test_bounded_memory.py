@@ -13,13 +13,7 @@ from fake_work import FakeNode, FakeTrainer, Published, Service, finish
 from async_rl.config import batch_bytes, group_bytes
 
 STEPS, WARM_UP = 2000, 200
-LIMIT_BYTES = {
-    "buffer": 1024,
-    "store": 1024,
-    "node-0": 1024,
-    # Measured: 1,375. No Python object of a step stays; it is what torch takes of the system in ever new sizes.
-    "trainer": 2048,
-}  # a step
+LIMIT_BYTES = dict.fromkeys(("buffer", "store", "node-0", "trainer"), 1024)  # a step
 TABLE = [
     "run.eval_every=0", "buffer.groups_per_step=2", "buffer.group_size=2", "inference.slots=8", "inference.nodes=1",
     "trainer.checkpoint_every=500", f"run.steps={STEPS}",
