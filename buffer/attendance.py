@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from async_rl.config import Config
 from async_rl.fingerprint import difference, pacing
@@ -23,6 +24,14 @@ log = logging.getLogger("buffer")
 
 MAX_HELD = 256  # things that one node may say before the trainer is here
 RETURN_HEARTBEATS = 6  # how long nodes of before have to come back to a buffer that was started again
+
+
+class Missing(NamedTuple):
+    """The trainer is not here: since when, why, and whether it has said goodbye."""
+
+    since: float
+    reason: str
+    left: bool
 
 
 class Attendance:
@@ -50,9 +59,9 @@ class Attendance:
         known = {view.name for view in replay.nodes.views() if view.state != "gone"}
         self._admitted: set[str] = set(known)
         self._awaited = dict.fromkeys(known, now + RETURN_HEARTBEATS * config.buffer.heartbeat)
-        self._trainer_missing: tuple[float, str] | None = None  # since when, and why
+        self._trainer_missing: Missing | None = None
         if replay.trainer is not None:
-            self._trainer_missing = (now, "it has not come back since the buffer was started again")
+            self._trainer_missing = Missing(now, "it has not come back since the buffer was started again", left=False)
 
     @property
     def trainer(self) -> str:
@@ -128,16 +137,15 @@ class Attendance:
         if peer == self.trainer:
             self._trainer_missing = None
 
-    def lost(self, lost: PeerLost, resumable: bool, now: float) -> None:
-        """A silent node loses its leases at once; a silent trainer has a while to come back. `resumable`: the link
-        still expects it."""
+    def lost(self, lost: PeerLost, now: float) -> None:
+        """A silent node loses its leases at once; a silent trainer has a while to come back."""
         log.warning("%s %s is gone: %s", lost.role, lost.peer, lost.reason)
         if lost.role == "node":
             self._give_up(lost.peer, lost.reason)
-            if resumable:  # it said no goodbye
+            if not lost.left:
                 self._given_up.add(lost.peer)
         elif lost.peer == self.trainer:
-            self._trainer_missing = (now, lost.reason)
+            self._trainer_missing = Missing(now, lost.reason, lost.left)
 
     def _give_up(self, node: str, reason: str) -> None:
         if node in self._admitted:
@@ -157,14 +165,14 @@ class Attendance:
 
     # --- the trainer -------------------------------------------------------------------------------------------------
 
-    def trainer_ready(self, received: Received) -> bool:
-        """Whether it may drive the run; the rules have heard of it then. One that is started again, under the name of
+    def trainer_ready(self, received: Received) -> None:
+        """Refuse it, or let it drive the run. One that is started again, under the name of
         the first or when that is missing, takes its place."""
         message: TrainerReady = received.message
         present = self._replay.trainer
         if present is not None and present.trainer != received.peer and self._trainer_missing is None:
             self._disconnect(received.peer, f"this run has a trainer already: {present.trainer}")
-            return False
+            return
         reference = message.fingerprint if present is None else present.fingerprint
         differs = difference(pacing(self._config), message.pacing, "the buffer") or difference(
             reference, message.fingerprint, "the journal"
@@ -172,14 +180,13 @@ class Attendance:
         if differs:
             log.error("trainer %s refused: %s", received.peer, differs)
             self._disconnect(received.peer, f"its config is not the buffer's: {differs}")
-            return False
+            return
         self._trainer_missing = None
         if present is None or (present.trainer, present.life) != (received.peer, message.life) or not message.life:
             self._trainer_comes(received.peer, message)
         for node in list(self.ready):
             if node not in self._admitted:
                 self._admit(node)
-        return True
 
     def _trainer_comes(self, name: str, message: TrainerReady) -> None:
         replay = self._replay
@@ -188,13 +195,15 @@ class Attendance:
             self._apply(events.Resumed(message.progress))
         self._apply(events.TrainerJoined(name, message.life, message.fingerprint, message.version))
 
-    def why_no_trainer(self, present: bool, now: float) -> str:
-        """Why the run must end for want of a trainer; empty while there is one, or it may come back. One that has said
-        goodbye does not (`present`: the link still expects it)."""
-        if self._trainer_missing is None:
+    def why_no_trainer(self, now: float) -> str:
+        """Why the run must end for want of a trainer; empty while there is one, or it may come back: one that has said
+        goodbye does not."""
+        missing = self._trainer_missing
+        if missing is None:
             return ""
-        since, reason = self._trainer_missing
-        patience = self._config.buffer.trainer_timeout
-        if now - since >= patience:
-            return f"the trainer {self.trainer} is gone for {now - since:.0f} s: {reason}"
-        return "" if present or "goodbye" not in reason else f"the trainer {self.trainer} is gone: {reason}"
+        if missing.left:
+            return f"the trainer {self.trainer} is gone: {missing.reason}"
+        silent = now - missing.since
+        if silent < self._config.buffer.trainer_timeout:
+            return ""
+        return f"the trainer {self.trainer} is gone for {silent:.0f} s: {missing.reason}"

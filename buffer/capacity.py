@@ -32,6 +32,11 @@ class Credit:
         """Whether a ticket without a reservation may be leased, the exemption above apart."""
         return fits(self.reserved_bytes, self.ready_bytes, self.group_bytes, self.capacity_bytes)
 
+    def adopt(self, capacity_bytes: int, group_bytes: int) -> None:
+        """Go on with other sizes; what is reserved is reserved at the new one."""
+        self.reserved_bytes = self.reserved_bytes // self.group_bytes * group_bytes
+        self.capacity_bytes, self.group_bytes = capacity_bytes, group_bytes
+
     def reserve(self) -> None:
         self.reserved_bytes += self.group_bytes
 

@@ -312,7 +312,7 @@ class Groups:
         """Go on by other rules; those that tickets were made by are the same."""
         self._rules = rules
         self.queue.total = max(rules.steps * rules.groups_per_step, self.queue.next_ticket)
-        self.credit.capacity_bytes = rules.capacity_bytes
+        self.credit.adopt(rules.capacity_bytes, rules.group_bytes)
 
     def fits(self, progress: Progress) -> bool:
         """Whether this could be the progress of a run."""

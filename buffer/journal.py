@@ -156,6 +156,8 @@ class Journal:
                 os.fsync(file)
             if self._file >= 0:
                 os.ftruncate(self._file, self.size)
+                if self._fsync == "interval":  # the next one says how long this one is
+                    os.fdatasync(self._file)
             partial.replace(path)
             self._sync_names()
         except OSError as error:
@@ -173,6 +175,8 @@ class Journal:
         there."""
         nbytes = sum(map(len, parts))
         record = (record_head(parts, nbytes, self.number), *parts, END_MARK)
+        if self._syncer and self._syncer.error:
+            raise self._failed(self._syncer.error)
         try:
             _write_all(self._file, record, RECORD_HEAD.size + nbytes + len(END_MARK), self.size)
             if self._fsync == "always":
@@ -232,9 +236,10 @@ class Journal:
 
 
 class _Syncer:
-    """A thread that syncs the segment that is written to, once a second; only who begins a segment waits for it."""
+    """A thread that syncs the segment that is written to, once a second. `error`: why it could not."""
 
     def __init__(self) -> None:
+        self.error: OSError | None = None
         self._file = -1
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -242,13 +247,12 @@ class _Syncer:
         self._thread.start()
 
     def follow(self, file: int) -> None:
-        """The segment before this one was closed: what it still owes the disk is paid first."""
+        """The segment before this one was closed, and owes the disk nothing."""
         fresh = os.dup(file)
         with self._lock:
             before, self._file = self._file, fresh
-            if before >= 0:
-                os.fdatasync(before)
-                os.close(before)
+        if before >= 0:
+            os.close(before)
 
     def close(self) -> None:
         self._closing.set()
@@ -261,8 +265,11 @@ class _Syncer:
 
     def _sync(self) -> None:
         with self._lock:
-            if self._file >= 0:
-                os.fdatasync(self._file)
+            try:
+                if self._file >= 0:
+                    os.fdatasync(self._file)
+            except OSError as error:
+                self.error = error
 
 
 def _write_all(file: int, parts: Sequence[Bytes], nbytes: int, offset: int) -> None:

@@ -22,27 +22,29 @@ from buffer.nodes import Node
 if TYPE_CHECKING:
     from buffer.replay import Replay
 
-MAX_SAMPLES = 1 << 16  # of a group: a mask is as long as the largest number in it
-
 
 def node_draining(replay: Replay, event: NodeDraining, now: float, effects: list[Effect]) -> None:
     node = replay.known(event.node)
     if node is not None:
-        replay.nodes.drains(node)
-        replay.evaluations.withdraw(node)
+        _drain(replay, node)
+
+
+def _drain(replay: Replay, node: Node) -> None:
+    replay.nodes.drains(node)
+    replay.evaluations.withdraw(node)
 
 
 def samples_returned(replay: Replay, event: SamplesReturned, now: float, effects: list[Effect]) -> None:
     lease = _held_by(replay, event.node, event.lease)
     if lease is not None:
-        replay.take_back(lease, "cancelled", lease.leased & mask_of(_proper(event.samples)))
+        replay.take_back(lease, "cancelled", mask_of(set(lease.samples).intersection(event.samples)))
 
 
 def prefixes_handed_over(replay: Replay, event: PrefixesHandedOver, now: float, effects: list[Effect]) -> None:
     """The lease waits for another holder; what of it cannot be gone on with is leased again."""
     lease = _held_by(replay, event.node, event.lease)
     if lease is not None:
-        replay.nodes.drains(lease.holder)  # whether it has said so or not: a lease must not come back to it
+        _drain(replay, lease.holder)  # whether it has said so or not: a lease must not come back to it
         prefixes = sound_prefixes(event, lease, replay.handovers)
         replay.take_back(lease, "cancelled", lease.leased & ~mask_of(prefixes))
         if prefixes:
@@ -75,11 +77,6 @@ def _held_by(replay: Replay, node: str, number: int) -> LeaseRecord | None:
         return lease
     replay.outside_counts["late" if replay.leases.was_issued(number) else "unknown_attempt"] += 1
     return None
-
-
-def _proper(samples: tuple[int, ...]) -> set[int]:
-    """What a peer may have said twice, or below 0."""
-    return {sample for sample in samples if 0 <= sample < MAX_SAMPLES}
 
 
 HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {

@@ -192,8 +192,9 @@ class Recorder:
     def apply(self, event: AnyEvent, now: float) -> list[Effect]:
         """What follows may be carried out once this has returned. A look at the clock that changed nothing is not
         worth a record."""
+        parked = bool(self.replay.handovers.parked)  # who is held by nobody is cancelled without an effect
         effects = self._state.apply(event, now)
-        if effects or not isinstance(event, Ticked):
+        if effects or parked or not isinstance(event, Ticked):
             self._append(event, now)
         return effects
 
@@ -233,6 +234,7 @@ class Recorder:
 
     def _delete_leftovers(self) -> None:
         """What was not needed any more when the process died before it could delete it."""
+        self._state.retention.covered(self.replay.covered)
         kept = {*self._state.retention.needed, self._journal.number}
         self._delete([number for number in segment_numbers(self._folder) if number not in kept])
 

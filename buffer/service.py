@@ -86,7 +86,6 @@ class Service:
         self._clock: Callable[[], float] = lambda: clock() + shift
         self._stopping, self._exporter, self._watchdog = context.stopping, context.exporter, context.watchdog
         self._replay = recorder.replay
-        self._steps = context.config.run.steps
         self._observed = Observed(context.config, self._clock())
         self._attendance = Attendance(
             context.config, self._replay, self._apply, self._send, self._disconnect, self._clock(),
@@ -165,19 +164,15 @@ class Service:
         self._attendance.node_ready(received.peer, received.message)
 
     def _on_trainer_ready(self, received: Received) -> None:
-        """One that goes on from an earlier version is lent what was lent before, until it has caught up."""
-        version, confirmed = received.message.version, self._replay.confirmed_batches
-        if self._attendance.trainer_ready(received):
-            self._recorded = self._recorder.recorded(version) if version < confirmed else {}
+        self._attendance.trainer_ready(received)
 
     def _check_trainer(self) -> None:
-        present = self._attendance.trainer in self._server.peers
-        error = self._attendance.why_no_trainer(present, self._clock())
+        error = self._attendance.why_no_trainer(self._clock())
         if error and self._finished is None:
             self._stop_everyone(error, error)
 
     def _on_lost(self, lost: PeerLost) -> None:
-        self._attendance.lost(lost, lost.peer in self._server.peers, self._clock())
+        self._attendance.lost(lost, self._clock())
         self._observed.wants.pop(lost.peer, None)
         self._check_trainer()
 
@@ -250,7 +245,7 @@ class Service:
         a resumed one goes on with all that is held here."""
         message: Finish = received.message
         finished = events.RunFinished(message.reason)
-        if self._replay.confirmed_batches >= self._steps:
+        if self._replay.confirmed_batches >= self._replay.rules.steps:
             self._apply(finished)
         else:
             self._carry_out(self._recorder.apply_unrecorded(finished, self._clock()))
@@ -304,6 +299,10 @@ class Service:
         self._to_trainer(Batch(lend.batch, lend.for_version, lend.groups, inline), blobs)
 
     def _lend_recorded(self, batch: int) -> None:
+        """To a trainer that has gone back, until it has caught up."""
+        if batch not in self._recorded:
+            with self._watchdog.working("plays the journal through"):
+                self._recorded = self._recorder.recorded(batch)
         for before in [each for each in self._recorded if each < batch]:
             del self._recorded[before]
         if batch in self._recorded:
@@ -366,12 +365,12 @@ class Service:
     }
 
 
-def body(context: PoolContext) -> None:
+def body(context: PoolContext, kind: type[Recorder] = Recorder) -> None:
     collect_young_only()
     server = listen(context, context.directory.endpoint)
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
     with context.watchdog.working("plays the journal through"):
-        recorder = open_recorder(context)
+        recorder = open_recorder(context, kind)
     try:
         Service(context, server, recorder).serve()
     finally:
@@ -379,10 +378,10 @@ def body(context: PoolContext) -> None:
         server.close()
 
 
-def open_recorder(context: PoolContext) -> Recorder:
+def open_recorder(context: PoolContext, kind: type[Recorder]) -> Recorder:
     """The run's journal, played through if there is one. Raises JournalError."""
     started, directory, config = time.monotonic(), context.directory, context.config
-    recorder = Recorder(directory.journal, directory.run_id, rules_from_config(config), config.buffer.fsync)
+    recorder = kind(directory.journal, directory.run_id, rules_from_config(config), config.buffer.fsync)
     if recorder.torn:
         log.warning("cut off the journal's torn end: %s from byte %d on", recorder.torn.path, recorder.torn.offset)
     if recorder.recovered_events:

@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+import msgspec
+
 from async_rl.trajectory import encode_trajectory
 from async_rl.wire.messages import GiveBack, HandOver, Lease, LeaseSamples, Message, NodeDraining
 from async_rl.wire.payloads import pack_payloads
@@ -75,10 +77,9 @@ class Departure:
         """A lease that was under way when the buffer heard: back as it came."""
         self._send(GiveBack((LeaseSamples(lease.lease, lease.samples),)), ())
 
-    def pass_on(self, prefixes: Sequence[bytes | memoryview]) -> None:
-        """Encoded trajectories of what was sampled so far; the same of a lease that was under way to this node."""
-        inline, blobs = pack_payloads(prefixes)
-        self._send(HandOver(inline), blobs)
+    def pass_on(self, prefixes: tuple[msgspec.Raw, ...], blobs: Sequence[bytes | memoryview]) -> None:
+        """Packed trajectories of what was sampled so far; the same of a lease that was under way to this node."""
+        self._send(HandOver(prefixes), blobs)
 
     def leave(self) -> int:
         """Hand over what is unfinished, or give it back; returns how many tokens this node sampled of it."""
@@ -97,7 +98,7 @@ class Departure:
                 begun.append(so_far)
         self._give_back(back)
         if begun:
-            self.pass_on([encode_trajectory(self._book.handed_over(so_far)) for so_far in begun])
+            self.pass_on(*pack_payloads([encode_trajectory(self._book.handed_over(so_far)) for so_far in begun]))
         tokens = sum(len(so_far.tokens) for so_far in begun)
         log.info("left: %d attempts with %d tokens handed over, %d given back", len(begun), tokens, len(back))
         return sampled

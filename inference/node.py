@@ -155,9 +155,9 @@ class Node:
         if not self._can_step or started < self._next_step:
             return []
         rows = self._engine.active
-        if self._sampled_tokens:
+        if self._decode_steps:
             completions = self._engine.step()
-        else:  # the first ones may compile it
+        else:  # the first one may wait for the compiler
             with self._watchdog.working("decodes for the first time"):
                 completions = self._engine.step()
         # With a cap on tokens per second the node is busy, as the slower machine that it stands for would be, until
@@ -189,8 +189,10 @@ class Node:
             case Received(message=Drain(_, grace_s)):
                 grace_s = self._grace_s if grace_s is None else grace_s
                 self._departure.begin(time.monotonic(), grace_s, "async-rl drain")
+            case Received(message=Cancel((), reason)):  # of no lease, but why there will be none
+                log.error("%s", reason)
             case Received(message=Cancel(leases, reason)):
-                log.log(logging.INFO if leases else logging.ERROR, "%d leases cancelled: %s", len(leases), reason)
+                log.info("%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
                     self._on_cancel(lease_id)
             case Received(message=Introduce(reason)):
@@ -227,10 +229,10 @@ class Node:
     def _on_take_over(self, received: Received) -> None:
         """Go on with what another node began; if this one leaves too by now, whoever is next does."""
         message: TakeOver = received.message
-        payloads = unpack_payloads(message.prefixes, received.blobs)
         if self._departure.began:
-            self._departure.pass_on([bytes(payload) for payload in payloads])
+            self._departure.pass_on(message.prefixes, received.blobs)
             return
+        payloads = unpack_payloads(message.prefixes, received.blobs)
         log.debug("goes on with %d samples of lease %d", len(payloads), message.lease.lease)
         self._start(
             message.lease, lambda: self._book.take_over(message.lease, [decode_trajectory(each) for each in payloads])

@@ -55,10 +55,12 @@ class Prover:
         self._send(message)
 
     def again(self) -> None:
-        """The canary, then what is resident, then what serves."""
+        """The canary, then what else is resident, then what serves."""
+        served = self._serving.policy if self._serving else None
         canary_first = sorted(self._held.values(), key=lambda message: message.policy.name != CANARY)
         for message in canary_first:
-            if message.policy.name == CANARY or message.policy in self._engine.resident:
+            resident = message.policy in self._engine.resident and message.policy != served
+            if message.policy.name == CANARY or resident:
                 self._send(message)
         if self._serving is not None:
             self._send(self._serving)

@@ -35,10 +35,10 @@ class Incoming(NamedTuple):
 
 class Serving:
     """`advance` is called before every decode step; it returns what changed. `ask` fetches a policy that only
-    evaluation wants. `held` hears of every policy that is on the engine now without being served: one that evaluation
-    wants, and the canary, which is taken off again at once. `failed` hears of policies that could not be loaded (the
-    old one goes on serving), `unstarted` of the pinned requests that cannot run for that reason, or that the engine
-    refuses once their policy is here."""
+    evaluation or a hand-over wants. `held` hears of every policy that is on the engine now without being served: such a
+    one, and the canary, which is taken off again at once. `failed` hears of policies that could not be loaded (the old
+    one goes on serving), `unstarted` of the pinned requests that cannot run for that reason, or that the engine refuses
+    once their policy is here."""
 
     def __init__(
         self,
@@ -61,7 +61,9 @@ class Serving:
         self._incoming: list[Incoming] = []
         self.recomputed = 0
         """Requests that lost their policy to flip_timeout, and were moved to the serving one."""
-        self._waiting: dict[PolicyId, list[Request]] = {}  # pinned requests whose policy is not here yet
+        self._waiting: dict[
+            PolicyId, list[Request]
+        ] = {}  # requests whose pinned policy, or their prefix's, is not here yet
 
     def fetched(self, policy: PolicyFetched, now: float) -> None:
         """A newer policy to serve replaces an older one that still waits for its slot, and inherits its patience: a
@@ -167,7 +169,8 @@ class Serving:
 
     def _only_resumed(self, fetched: PolicyFetched) -> bool:
         """Whether the policy was asked for by none but requests that can do without it."""
-        return not fetched.order and all(request.policy is None for request in self._waiting.get(fetched.policy, ()))
+        wanted = fetched.order or fetched.policy.name == CANARY
+        return not wanted and all(request.policy is None for request in self._waiting.get(fetched.policy, ()))
 
     def _install(self, fetched: PolicyFetched) -> Installed | None:
         try:

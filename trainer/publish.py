@@ -43,6 +43,7 @@ class Publisher:
         self._buffer.flush(STORE_TIMEOUT_S)
         kind = CANARY if policy.name == CANARY else "lora"
         upload = Upload(policy, kind, len(data), hashlib.sha256(data).hexdigest())
+        self._is_new_store()
         self._store.send(upload, [data])
         reached("trainer.after-upload")
         self._await_stored(upload, data)
@@ -59,16 +60,18 @@ class Publisher:
             try:
                 message = self._store.receive(min(SLICE_S, left), awaiting).message
             except LinkTimeout:
-                self._look_for_a_new_store(upload, data)
+                if self._is_new_store():  # it may have stored the policy and not said so
+                    self._store.send(upload, [data])
                 continue
             if isinstance(message, Stored) and message.policy == upload.policy:
                 return
         raise LinkTimeout(f"waited {STORE_TIMEOUT_S:.0f} s for {awaiting}")
 
-    def _look_for_a_new_store(self, upload: Upload, data: bytes) -> None:
-        """One that was started again may have stored the policy and not said so, and has forgotten the pins."""
-        if self._store.sessions > self._sessions:
-            self._sessions = self._store.sessions
-            for policy in self._pinned:
-                self._store.send(PinPolicy(policy, True))
-            self._store.send(upload, [data])
+    def _is_new_store(self) -> bool:
+        """One that was started again has forgotten the pins: it hears them before an upload makes it sweep."""
+        if self._store.sessions == self._sessions:
+            return False
+        self._sessions = self._store.sessions
+        for policy in self._pinned:
+            self._store.send(PinPolicy(policy, True))
+        return True

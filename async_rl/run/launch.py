@@ -300,6 +300,7 @@ class Pools:
             self._ending = True
             self._signal(sorted(left), signal.SIGTERM)
             self._wait(max(1, len(self.signals)))
+            self._kill_all()
             for name in left:
                 self._exits[name] = Exit(name, 0, "", None)
 
@@ -308,8 +309,7 @@ class Pools:
         if self.logs is None:
             print(words, file=sys.stderr, flush=True)
         else:
-            with self._log("launcher").open("a", encoding="utf-8") as log:
-                log.write(words + "\n")
+            note(self.logs, words)
 
     def _failures(self) -> list[Exit]:
         return [ended for ended in self._exits.values() if ended.code != 0]
@@ -362,6 +362,12 @@ def _before_exec(parent: int, cpus: Sequence[int]) -> None:
     die_with_parent(parent)
     if cpus:
         os.sched_setaffinity(0, cpus)
+
+
+def note(logs: Path, words: str) -> None:
+    """In the launcher's log, for whoever asks later how the run went."""
+    with (logs / "launcher.log").open("a", encoding="utf-8") as log:
+        log.write(words + "\n")
 
 
 def last_line(log: Path) -> str:

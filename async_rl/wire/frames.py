@@ -71,9 +71,12 @@ class PeerJoined(NamedTuple):
 
 
 class PeerLost(NamedTuple):
+    """`left`: it said goodbye, and will not resume its session."""
+
     peer: str
     role: str
     reason: str
+    left: bool = False
 
 
 class Payload(NamedTuple):
@@ -161,13 +164,12 @@ def payload_of(message: Message, blobs: Sequence[bytes | memoryview]) -> Payload
 def body_parts(message: Message) -> tuple[bytes | msgspec.Raw, ...]:
     """`encode_body` in parts: the trajectories of a message, its last field, are not copied."""
     if isinstance(message, Results):
-        trajectories = message.trajectories
-        return (RESULTS_HEAD + array_head(len(trajectories)), *trajectories)
-    if isinstance(message, Batch):
-        fields = encode_body(msgspec.structs.replace(message, trajectories=()))
+        fields = RESULTS_HEAD
+    elif isinstance(message, Batch):
+        fields = encode_body(msgspec.structs.replace(message, trajectories=()))[:-1]
     else:
         return (encode_body(message),)
-    return (fields[:-1] + array_head(len(message.trajectories)), *message.trajectories)
+    return (fields + array_head(len(message.trajectories)), *message.trajectories)
 
 
 def credit_sizes(bodies: Sequence[msgspec.Raw], blobs: Sequence[bytes | memoryview]) -> list[int]:

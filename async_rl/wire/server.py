@@ -257,7 +257,7 @@ class Server:
             elif envelope.seq:
                 self._on_stranger(route, envelope.run, envelope.epoch)
             else:
-                self._on_link(route, peer, envelope, key_of(head), now)
+                self._on_link(route, peer, envelope, head, now)
         except BadFrame as bad:
             self.counters[bad.kind] += 1
             if peer is not None:
@@ -284,7 +284,7 @@ class Server:
         self.counters["unknown_peer" if run == self.run else "wrong_run"] += 1
         self._answer(route, Unknown(epoch, forgotten=False))
 
-    def _on_link(self, route: bytes, peer: _Peer | None, envelope: Envelope, key: str, now: float) -> None:
+    def _on_link(self, route: bytes, peer: _Peer | None, envelope: Envelope, head: memoryview, now: float) -> None:
         if envelope.schema != SCHEMA and peer is None:
             self.counters["wrong_schema"] += 1
             self._answer(
@@ -297,11 +297,11 @@ class Server:
             return
         message = read_link_message(envelope)
         if isinstance(message, Hello):
-            self._on_hello(route, envelope, message, key, now)
+            self._on_hello(route, envelope, message, key_of(head), now)
         elif peer is None or envelope.epoch != peer.epoch:
             self._on_stranger(route, envelope.run, envelope.epoch)
         elif isinstance(message, Bye):
-            self._lose(peer, message.reason)
+            self._lose(peer, message.reason, left=True)
             self._forget(peer)
         elif isinstance(message, Ping):
             self._hear(peer, envelope, now)
@@ -466,11 +466,11 @@ class Server:
         peer.route = route
         self._routes[route] = peer
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: _Peer, reason: str, left: bool = False) -> None:
         """Report it once; the session is kept for a while, and so is the connection, in case it only paused."""
         if not peer.lost:
             peer.lost = True
-            self._events.append(PeerLost(peer.name, peer.role, reason))
+            self._events.append(PeerLost(peer.name, peer.role, reason, left))
 
     def _refuse_peer(self, peer: _Peer, reason: str) -> None:
         route = peer.route

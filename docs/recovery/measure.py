@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Steps:
         self._tail = MetricsTail(run / "metrics.jsonl")
         self.intervals: list[float] = []
         self._last = 0.0
+        self._newest = -1
 
     def wait(self, count: int, undisturbed: bool = True) -> float:
         """When the `count`-th step from now was seen, on the monotonic clock."""
@@ -52,7 +54,8 @@ class Steps:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no step for {LIMIT_S:.0f} s")
             for record in self._tail.read():
-                if "reward" in record:
+                if record.get("step", -1) > self._newest:  # a trainer that goes back makes the file anew
+                    self._newest = record["step"]
                     now, seen = time.monotonic(), seen + 1
                     if undisturbed and self._last:
                         self.intervals.append(now - self._last)
@@ -85,6 +88,7 @@ def measure(run: Path) -> tuple[dict[str, list[float]], list[float]]:
     return times, steps.intervals
 
 
+@contextmanager
 def launched(folder: Path) -> Iterator[Path]:
     config, run = folder / "small.toml", folder / "run"
     config.write_text(SMALL)
@@ -118,9 +122,8 @@ Heartbeat 0.5 s; a checkpoint every second step.
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for run in launched(Path(folder)):
-            times, intervals = measure(run)
+    with tempfile.TemporaryDirectory() as folder, launched(Path(folder)) as run:
+        times, intervals = measure(run)
     result = {
         "machine": f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "step_s": statistics.median(intervals),

@@ -135,7 +135,7 @@ def test_a_question_gets_its_answer_and_both_sides_know_who_spoke(closing: Any) 
     assert served.events[1].peer == "node-1"
     assert dict(served.server.peers) == {"node-1": "node"}
     node.close()
-    served.wait_for(lambda: PeerLost("node-1", "node", "node-1 said goodbye") in served.events)
+    served.wait_for(lambda: PeerLost("node-1", "node", "node-1 said goodbye", left=True) in served.events)
     assert dict(served.server.peers) == {}
 
 
@@ -410,7 +410,9 @@ def test_a_stopped_process_is_noticed_within_three_heartbeats_and_resumes_where_
         assert time.monotonic() - stopped < (3 + 0.25 + 1) * 0.2, "three, a sweep, and one for a busy machine"
         served.do.put(lambda server: server.send("frozen", Draw(42)))  # queued for the peer that is lost
         process.send_signal(signal.SIGCONT)
-        served.wait_for(lambda: served.joins_and_losses()[-1] == PeerLost("frozen", "node", "frozen said goodbye"))
+        served.wait_for(
+            lambda: served.joins_and_losses()[-1] == PeerLost("frozen", "node", "frozen said goodbye", left=True)
+        )
         assert process.communicate(timeout=10)[0] == "42\n"
     finally:
         process.kill()
