@@ -2,7 +2,7 @@
 # make test    set up, then the tests
 # make test-slow    the tests that build compiled code or run every benchmark
 # make test-sample  one short form of each kind of fault, with real processes
-# make test-faults  kills, cuts, losses and freezes, for minutes; what it said last is in docs/faults.txt
+# make test-faults  kills, cuts, losses and freezes, for minutes; writes docs/faults.txt
 # make lint    ruff and mypy
 # make wheel-test    the built wheel, installed elsewhere, among modules with our packages' names
 # make clean   what was built; .venv and runs stay

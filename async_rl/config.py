@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from async_rl.errors import AsyncRLError
 from async_rl.trajectory import BYTES_PER_TOKEN
+from async_rl.wire.messages import MAX_EVALUATED
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -45,7 +46,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     max(0, n // groups_per_step - max_staleness), by steps of fixed shapes, on CPUs in float32. It costs throughput."""
     eval_every: Count = 0
     """Evaluate at version 0, every this many versions, and at the end; 0 is never."""
-    eval_samples: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
+    eval_samples: Annotated[int, Meta(ge=1, le=MAX_EVALUATED)] = 512
     eval_temperature: Annotated[float, Meta(ge=0)] = 0.0
     eval_timeout: PositiveFloat = 300.0
     """Seconds; what is not done by then is cancelled and the result reported with its n."""
@@ -267,9 +268,8 @@ def check_config(config: Config) -> None:
 
 
 def lacking_for_determinism(config: Config) -> list[str]:
-    """The settings, as `--set key=value`, without which the clock would decide what is sampled: by overtaking, policies
-    that change within a trajectory, prefixes computed again in other shapes, a step compiled at some time; and what the
-    fixed shapes are not shown for."""
+    """The settings, as `--set key=value`, without which the clock would decide what is sampled (by overtaking, policies
+    changing within a trajectory, other shapes, a step compiled some time), or fixed shapes are not shown to work."""
     buffer, inference = config.buffer, config.inference
     wanted = {
         "buffer.order": (buffer.order, "fifo"),

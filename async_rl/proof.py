@@ -1,7 +1,7 @@
 """Proof of delivery: what shows that the policy a node serves is the policy that the trainer trained.
 
-With every policy the trainer stores a `Proof`: its log-probabilities on a fixed set of tokens (the probe), and the
-modules that it adapts. A node makes the same of what it serves, never having seen the trainer's, and the buffer
+With every policy the trainer sends the buffer a `Proof`: its log-probabilities on a fixed set of tokens (the probe),
+and the modules that it adapts. A node makes the same of what it serves, never having seen the trainer's, and the buffer
 compares the two. One policy is only for this: the *canary*, whose every tensor is seeded noise.
 """
 

@@ -95,7 +95,7 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     """One attempt's outcome. `arrays` is a view into the received frame (or bytes when built here).
 
     `status` "ok" carries segments and a reward; "env_failed" (the environment or the reward failed: never reward 0)
-    and "aborted" carry neither."""
+    and "aborted" carry neither, but for an aborted one that is handed over: it has the segment sampled so far."""
 
     lease: int
     sample: int

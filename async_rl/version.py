@@ -50,7 +50,7 @@ def oldest_version(runs: Sequence[VersionRun]) -> int:
 def judged_version(runs: Sequence[VersionRun], on_stale: str) -> int:
     """The version by whose age an attempt is dropped as stale: that of its oldest token, or with `on_stale` "mask",
     where the fresh tokens of an older attempt train, of its newest. Raises ValueError when nothing was sampled."""
-    return (max if on_stale == "mask" else min)(run.version for run in runs)
+    return max(run.version for run in runs) if on_stale == "mask" else oldest_version(runs)
 
 
 def token_versions(runs: Sequence[VersionRun]) -> npt.NDArray[np.int32]:
@@ -67,6 +67,7 @@ def staleness(for_version: int, token_version: int) -> int:
 
 
 def is_stale(for_version: int, token_version: int, max_staleness: int) -> bool:
-    """Whether a token is too old to train. The trainer enforces the bound with this function, for every token
-    (the guarantee); the buffer calls it to avoid sending what would be dropped (an optimisation)."""
+    """Whether a token is too old to train. The trainer enforces the bound with this function, for every attempt, and
+    masks single tokens by the same bound (the guarantee); the buffer calls it to avoid sending what would be dropped
+    (an optimisation)."""
     return staleness(for_version, token_version) > max_staleness

@@ -168,7 +168,7 @@ def house(tokens: int, max_staleness: int, journal: bool = False, curve: bool = 
 
 def dial(path: Path, role: Role, name: str) -> Client:
     directory = RunDirectory.open(path)
-    keys = dial_keys(directory.keys, role) if directory.keys is not None else None
+    keys = dial_keys(directory.keys, role)
     link = Client(
         directory.endpoint, run=directory.run_id, token=directory.token, role=role, name=name, peer="the buffer",
         keys=keys,

@@ -3,13 +3,12 @@ accepts is not written to a journal."""
 
 from __future__ import annotations
 
-from async_rl.run.dial import listen
-from async_rl.run.process import PoolContext, pool_main
-from buffer.collector import collect_young_only
+from functools import partial
+
+from async_rl.run.process import pool_main
 from buffer.events import AnyEvent, Effect
 from buffer.recorder import Recorder
-from buffer.rules import rules_from_config
-from buffer.service import Service
+from buffer.service import body
 
 
 class Forgetful(Recorder):
@@ -19,17 +18,5 @@ class Forgetful(Recorder):
         return self.apply_unrecorded(event, now)
 
 
-def body(context: PoolContext) -> None:
-    collect_young_only()
-    server = listen(context, context.directory.endpoint)
-    directory, config = context.directory, context.config
-    recorder = Forgetful(directory.journal, directory.run_id, rules_from_config(config), config.buffer.fsync)
-    try:
-        Service(context, server, recorder).serve()
-    finally:
-        recorder.close()
-        server.close()
-
-
 if __name__ == "__main__":
-    pool_main(__file__, body)
+    pool_main(__file__, partial(body, kind=Forgetful))

@@ -126,8 +126,8 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
 
 
 class ResultsArrived(Event, frozen=True, tag=True, array_like=True):
-    """Several results of one node, as if each had come alone, except that what follows from them (lending, leasing) is
-    decided once, after the last: one message of a node is one event."""
+    """Several results, of any nodes, as if each had come alone, except that what follows from them (lending, leasing)
+    is decided once, after the last: what arrives in one burst is one event."""
 
     results: tuple[ResultArrived, ...]
 

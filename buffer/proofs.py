@@ -97,4 +97,4 @@ class Proofs:
         )
 
     def _should_be_known(self, policy: PolicyId) -> bool:
-        return bool(self._proofs) if policy.name != CANARY else self.canary is not None
+        return self.asks() if policy.name != CANARY else self.canary is not None

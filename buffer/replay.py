@@ -68,8 +68,8 @@ __all__ = ["Replay", "Rules", "rules_from_config"]
 
 
 class Replay:
-    """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here, of
-    buffer.attesting and of buffer.leaving."""
+    """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here, and
+    those of buffer.attesting, buffer.leaving and buffer.restarts."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules

@@ -24,7 +24,7 @@ STATUS_EVERY_S = 1.0  # how often the state of the pools is asked for, to be rec
 
 
 class Interrupted(AsyncRLError):
-    """The trainer was asked to stop; it has checkpointed."""
+    """The trainer was asked to stop; what leaves `Learner.learn` has checkpointed."""
 
 
 def anything(message: Any) -> bool:

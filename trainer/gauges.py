@@ -28,7 +28,7 @@ TOTALS = {
     "trained": Metric("counter", "async_rl_trainer_trained_attempts_total", "Attempts trained on."),
     "dropped": Metric("counter", "async_rl_trainer_dropped_attempts_total", "Attempts drawn and not trained on."),
 }
-STEP_SECONDS = Metric("histogram", "async_rl_trainer_step_seconds", "A step, from one draw to the next.")
+STEP_SECONDS = Metric("histogram", "async_rl_trainer_step_seconds", "A step, from one publication to the next.")
 EVAL_REWARD = Metric("gauge", "async_rl_trainer_evaluation_reward", "Mean reward of the last evaluation.")
 EVAL_VERSION = Metric("gauge", "async_rl_trainer_evaluation_version", "The policy version that it was of.")
 

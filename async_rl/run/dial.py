@@ -34,8 +34,7 @@ def dial_services(
     """Connected links to the buffer and to the policy store; what the buffer says goes to `inbox`, if there is one.
     Raises LinkTimeout after run.connect_timeout, and LinkRefused."""
     directory, config = context.directory, context.config
-    folder = keys_folder(config)
-    keys = dial_keys(folder, role) if folder is not None else None
+    keys = dial_keys(keys_folder(config), role)
     links = []
     for endpoint, peer, box in (
         (where_to_dial(config.buffer.endpoint, directory.endpoint), "buffer", inbox),

@@ -10,8 +10,7 @@ import os
 import time
 
 from async_rl.errors import AsyncRLError
-from async_rl.run.status import Address
-from async_rl.run.view import STATUS_TIMEOUT, fetch_status
+from async_rl.run.view import STATUS_TIMEOUT, Address, fetch_status
 from async_rl.wire.link import Client
 from async_rl.wire.messages import Drain, DrainAnswer
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from async_rl.run.launch import (
     Outcome,
     Pools,
     ProcessSpec,
+    note,
     pinned,
     plan_node,
     plan_run,
@@ -51,7 +52,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
             path = directory.write_config(config)
             all_flags = [*flags, "--resume"] if resume else list(flags)
             console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
-            _note(directory, "started")
+            note(directory.logs, "started")
             specs = plan_run(config.inference.nodes, path, directory, *all_flags)
             if config.launch.pin:
                 specs = pinned(specs)
@@ -59,7 +60,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
                 outcome = _watch(pools, directory, config, console)
     finally:
         directory.remove_sockets()
-    _note(directory, _ending(outcome, config))
+    note(directory.logs, _ending(outcome, config))
     leave_report(directory, console)
     if outcome.interrupted:
         console.print(resume_words(directory), highlight=False, soft_wrap=True)
@@ -102,7 +103,7 @@ def run_node(config: Config, out: Path, name: str, flags: Sequence[str]) -> int:
     """One inference node in the foreground."""
     check_installed(["inference"])
     config = with_keys(config, "node")
-    return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", "inference.node", flags)
+    return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", plan_node, flags)
 
 
 def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Sequence[str], console: Console) -> int:
@@ -113,7 +114,7 @@ def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Seque
     directory = RunDirectory.open(out)
     if directory.has_checkpoint() and not resume:
         raise AsyncRLError(f"{directory.path} has checkpoints of a run: add --resume to go on from the newest")
-    code = _run_pool(config, out, name or "trainer", "trainer.learner", [*flags, "--resume"] if resume else flags)
+    code = _run_pool(config, out, name or "trainer", plan_trainer, [*flags, "--resume"] if resume else flags)
     leave_report(directory, console)
     if code == 0 and directory.summary_path.exists():
         _print_closing(directory, console)
@@ -149,18 +150,17 @@ def with_model(config: Config, directory: RunDirectory) -> Config:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(path.resolve())))
 
 
-def _run_pool(config: Config, out: Path, name: str, module: str, flags: Sequence[str]) -> int:
+def _run_pool(config: Config, out: Path, name: str, plan: Callable[..., ProcessSpec], flags: Sequence[str]) -> int:
     """One pool that logs to the terminal; its own last line says why it failed, so this adds none. A node that was told
     to end and has handed over what it had ends well."""
     check_task(config)
     directory = RunDirectory.open(out)
     config = with_model(config, directory)
     path = directory.write_pool_config(name, config)
-    plan = plan_trainer if module == "trainer.learner" else plan_node
     spec = replace(plan(name, path, directory, *flags), ends_run=True)
     with Pools([spec], None, config.launch.grace, config.launch.restarts) as pools:
         outcome = pools.supervise()
-    drained = module == "inference.node" and outcome.interrupted == signal.SIGTERM and outcome.clean
+    drained = spec.expendable and outcome.interrupted == signal.SIGTERM and outcome.clean
     return 0 if drained else outcome.code
 
 
@@ -190,12 +190,6 @@ def _raise_failure(outcome: Outcome, config: Config) -> None:
     message = outcome.message(config.launch.grace)
     if message and not outcome.interrupted:
         raise LaunchError(message)
-
-
-def _note(directory: RunDirectory, words: str) -> None:
-    """In the launcher's log, for whoever asks later how the run ended."""
-    with (directory.logs / "launcher.log").open("a", encoding="utf-8") as log:
-        log.write(words + "\n")
 
 
 def _ending(outcome: Outcome, config: Config) -> str:

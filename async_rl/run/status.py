@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,9 +22,8 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import LAST_LINE_BYTES
 from async_rl.run.metrics import Record, read_metrics, steps_of
 from async_rl.run.summary import ledger_balances, nested_ledger, percentile
-from async_rl.run.view import STATUS_TIMEOUT, fetch_status
-from async_rl.wire.keys import dial_keys
-from async_rl.wire.link import Client, LinkRefused, LinkTimeout
+from async_rl.run.view import STATUS_TIMEOUT, Address, fetch_status
+from async_rl.wire.link import LinkRefused, LinkTimeout
 from async_rl.wire.messages import NodeStatus, Status
 from async_rl.wire.security import check_endpoint, reachable, read_token
 
@@ -104,29 +103,13 @@ def _check_no_endpoint_options(place: str, *options: object) -> None:
         raise StatusError(f"--token, --run and --keys go with an ENDPOINT (tcp://…, ipc://…), not a directory: {place}")
 
 
-class Address(NamedTuple):
-    """Where a run's buffer listens, and what it asks of a tool; `keys` is a folder of CURVE keys."""
-
-    endpoint: str
-    run: str
-    token: str
-    keys: Path | None
-
-    def client(self, name: str) -> Client:
-        """Raises KeyFileError."""
-        keys = dial_keys(self.keys, "tool") if self.keys is not None else None
-        return Client(
-            self.endpoint, run=self.run, token=self.token, role="tool", name=name, peer="the buffer", keys=keys
-        )
-
-
 def address_of(place: str, token_file: Path | None, run: str | None, keys: Path | None) -> Address:
     """Of a run directory, or of an endpoint with what goes with it; `run` is by default that of the run.json beside
     the token. Raises AsyncRLError, also when nobody listens there."""
     if "://" not in place:
         _check_no_endpoint_options(place, token_file, run, keys)
         directory = RunDirectory.open(Path(place))
-        address = Address(reachable(directory.endpoint), directory.run_id, directory.token, directory.keys)
+        address = Address.of(directory)
     else:
         check_endpoint(place, encrypted=keys is not None)
         if token_file is None:
@@ -142,7 +125,7 @@ def of_endpoint(endpoint: str, token_file: Path | None, run: str | None, keys: P
     """See `address_of`. Raises AsyncRLError."""
     address = address_of(endpoint, token_file, run, keys)
     try:
-        status = ask(*address)
+        status = ask(address)
     except LinkRefused as refused:
         raise StatusError(f"{refused} (the token is from {token_file}, the run is {address.run})") from refused
     return live_state(status, address.run, endpoint)
@@ -150,22 +133,22 @@ def of_endpoint(endpoint: str, token_file: Path | None, run: str | None, keys: P
 
 def of_directory(directory: RunDirectory) -> RunState:
     """Raises AsyncRLError when a buffer listens and does not answer, and for a directory whose files are broken."""
-    endpoint = reachable(directory.endpoint)
-    if listens(endpoint):
+    address = Address.of(directory)
+    if listens(address.endpoint):
         try:
-            status = ask(endpoint, directory.run_id, directory.token, directory.keys)
+            status = ask(address)
         except LinkRefused:
             if directory.is_held():
                 raise
         else:
-            return live_state(status, directory.run_id, endpoint, directory)
+            return live_state(status, directory.run_id, address.endpoint, directory)
     return state_at_rest(directory, held=directory.is_held())
 
 
-def ask(endpoint: str, run: str, token: str, folder: Path | None = None) -> Status:
-    """A buffer's own account. `folder` holds the keys, if it asks for some. Raises LinkRefused (wrong run, wrong token,
-    wrong role of a key), LinkTimeout, KeyFileError."""
-    client = Address(endpoint, run, token, folder).client(f"status-{os.getpid()}")
+def ask(address: Address) -> Status:
+    """A buffer's own account. Raises LinkRefused (wrong run, wrong token, wrong role of a key), LinkTimeout,
+    KeyFileError."""
+    client = address.client(f"status-{os.getpid()}")
     try:
         client.connect(STATUS_TIMEOUT)
         return fetch_status(client, STATUS_TIMEOUT)

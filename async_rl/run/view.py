@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from pathlib import Path
+from typing import NamedTuple
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
@@ -31,12 +33,24 @@ def fetch_status(client: Client, timeout: float = STATUS_TIMEOUT) -> Status:
             return received.message
 
 
-def status_client(directory: RunDirectory, name: str) -> Client:
-    keys = dial_keys(directory.keys, "tool") if directory.keys is not None else None
-    endpoint = reachable(directory.endpoint)
-    return Client(
-        endpoint, run=directory.run_id, token=directory.token, role="tool", name=name, peer="buffer", keys=keys
-    )
+class Address(NamedTuple):
+    """Where a run's buffer listens, and what it asks of a tool; `keys` is a folder of CURVE keys."""
+
+    endpoint: str
+    run: str
+    token: str
+    keys: Path | None
+
+    @classmethod
+    def of(cls, directory: RunDirectory) -> Address:
+        return cls(reachable(directory.endpoint), directory.run_id, directory.token, directory.keys)
+
+    def client(self, name: str) -> Client:
+        """Raises KeyFileError."""
+        return Client(
+            self.endpoint, run=self.run, token=self.token, role="tool", name=name, peer="the buffer",
+            keys=dial_keys(self.keys, "tool"),
+        )  # fmt: skip
 
 
 class StatusFeed:
@@ -68,7 +82,7 @@ class StatusFeed:
     def _follow(self) -> None:
         while not self._stopping.wait(STATUS_EVERY / 2):
             try:
-                client = status_client(self._directory, self._name)
+                client = Address.of(self._directory).client(self._name)
             except AsyncRLError:
                 continue
             try:

@@ -26,6 +26,7 @@ from zmq.utils import z85
 
 from async_rl.errors import AsyncRLError
 from async_rl.wire.messages import Role
+from async_rl.wire.security import write_new
 
 log = logging.getLogger("async_rl.keys")
 
@@ -105,7 +106,7 @@ def make_keys(folder: Path, roles: tuple[Role, ...] = ()) -> None:
         folder.chmod(0o700)
         public = {name: _make_pair(folder, name) for name in names}
         if not roles:
-            _write(folder / ALLOWED, allowed_text({role: public[role] for role in DIALLING}), 0o644)
+            write_new(folder / ALLOWED, allowed_text({role: public[role] for role in DIALLING}), 0o644)
     except OSError as error:
         raise KeyFileError(f"{error.filename or folder}: keys cannot be written ({error.strerror})") from error
 
@@ -139,26 +140,20 @@ def where_keys_go(folder: Path, roles: tuple[Role, ...] = ()) -> str:
 
 def _make_pair(folder: Path, name: str) -> str:
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    _write(folder / f"{name}.secret", f"{SECRET_OF}{name} {secret}\n", 0o600)
-    _write(folder / f"{name}.public", f"{name} {public}\n", 0o644)
+    write_new(folder / f"{name}.secret", f"{SECRET_OF}{name} {secret}\n", 0o600)
+    write_new(folder / f"{name}.public", f"{name} {public}\n", 0o644)
     return public
-
-
-def _write(path: Path, text: str, mode: int) -> None:
-    """A new file; never open to others in between, whatever the umask."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-        os.fchmod(file.fileno(), mode)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def dial_keys(folder: Path, role: Role) -> DialKeys:
-    """What a client of this role dials with. Raises KeyFileError."""
+def dial_keys(folder: Path | None, role: Role) -> DialKeys | None:
+    """What a client of this role dials with; None without a folder. Raises KeyFileError."""
+    if folder is None:
+        return None
     secret = _secret(folder, role)
-    path = folder / f"{SERVICE}.public"
-    server = _key(path, SERVICE, _text(path))
+    server = _key(folder / f"{SERVICE}.public", SERVICE)
     try:
         return DialKeys(folder, server, zmq.curve_public(secret), secret)
     except zmq.ZMQError as error:  # 40 good characters that are no number of 256 bits
@@ -184,7 +179,9 @@ def read_allowed(path: Path) -> Allowed:
             continue
         if words[0] not in DIALLING:
             what = "a secret key, which belongs in no list" if words[0].startswith(SECRET_OF) else "no role"
-            raise KeyFileError(f"{path}, line {number}: it begins with {what}: write `ROLE KEY`, {_or(DIALLING)} first")
+            raise KeyFileError(
+                f"{path}, line {number}: it begins with {what}: write `ROLE KEY`, {' or '.join(DIALLING)} first"
+            )
         if len(words) < 2 or not _is_key(words[1]):
             raise KeyFileError(f"{path}, line {number}: no public key ({KEY_CHARACTERS} characters) after {words[0]}")
         roles.setdefault(words[1], set()).add(words[0])
@@ -192,12 +189,11 @@ def read_allowed(path: Path) -> Allowed:
 
 
 def _secret(folder: Path, name: str) -> bytes:
-    path = folder / f"{name}.secret"
-    return _key(path, SECRET_OF + name, _text(path, private=True))
+    return _key(folder / f"{name}.secret", SECRET_OF + name, private=True)
 
 
-def _key(path: Path, name: str, text: str) -> bytes:
-    words = text.split()
+def _key(path: Path, name: str, private: bool = False) -> bytes:
+    words = _text(path, private).split()
     if len(words) != 2 or words[0] != name or not _is_key(words[1]):
         raise KeyFileError(
             f"{path}: it should be one line, `{name} KEY` with a key of {KEY_CHARACTERS} characters, and is not: copy "
@@ -231,7 +227,3 @@ def _is_key(word: str) -> bool:
         return len(z85.decode(word)) == 32
     except Exception:  # pyzmq has no error of its own for a wrong character or too large a number
         return False
-
-
-def _or(words: tuple[str, ...]) -> str:
-    return " or ".join(words)

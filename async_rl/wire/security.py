@@ -29,9 +29,14 @@ def new_token() -> str:
 def write_token(path: Path, token: str) -> None:
     """Write the token so that only its owner can read it, replacing what was there; never readable in between."""
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token + "\n")
+    write_new(path, token + "\n")
+
+
+def write_new(path: Path, text: str, mode: int = 0o600) -> None:
+    """A new file; never open to others in between, whatever the umask."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        os.fchmod(file.fileno(), mode)
 
 
 def read_token(path: Path) -> str:

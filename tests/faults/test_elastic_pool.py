@@ -19,9 +19,8 @@ import pytest
 import real_runs
 
 from async_rl.run.directory import RunDirectory
-from async_rl.run.status import Address
 from async_rl.run.summary import ledger_balances, nested_ledger
-from async_rl.run.view import fetch_status
+from async_rl.run.view import Address, fetch_status
 from async_rl.wire.messages import NodeStatus, Status
 
 pytestmark = [pytest.mark.e2e]

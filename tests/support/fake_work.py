@@ -89,7 +89,7 @@ class Service:
     def dial(self, role: Role, name: str, endpoint: str = "", arrange: Callable[[Client], object] = id) -> Client:
         """A connected link; `arrange` may do something to it before it connects."""
         heartbeat_s = self.config.buffer.heartbeat
-        keys = dial_keys(self.directory.keys, role) if self.directory.keys is not None else None
+        keys = dial_keys(self.directory.keys, role)
         link = Client(
             endpoint or self.directory.endpoint, run=self.directory.run_id, token=self.directory.token, role=role,
             name=name, peer="the service", heartbeat_s=heartbeat_s, keys=keys,
