@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -175,20 +176,23 @@ def test_segments_and_their_folder_are_their_owners_alone(tmp_path):
     assert segment_numbers(path.parent) == [0]
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """No file may grow beyond 4 kB: a write that passes it fails half-way, as on a full disk."""
+    """No file may grow beyond 4 kB: a write that passes it fails half-way, as on a full disk. For the shortest time:
+    the limit is the whole process's, and holds for the file that the test runner's own output goes to."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path, small_disk):
+def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path):
     journal = Journal(tmp_path, "never")
     journal.begin(0, b"base")
     journal.append(bytearray(3000))
-    with pytest.raises(JournalError, match=r"cannot be written: .*make room.*--resume"):
+    with small_disk(), pytest.raises(JournalError, match=r"cannot be written: .*make room.*--resume"):
         journal.append(bytearray(3000))
     journal.append(bytearray(b"small"))
     journal.close()
