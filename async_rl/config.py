@@ -17,24 +17,14 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from async_rl.errors import AsyncRLError
+from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, with_preset
+from async_rl.schema import ConfigError as ConfigError
+from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
+from async_rl.schema import Section as Section
 from async_rl.trajectory import BYTES_PER_TOKEN
 from async_rl.wire.messages import MAX_EVALUATED
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(gt=0, le=1)]
-
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-
-
-class ConfigError(AsyncRLError):
-    """A configuration that cannot run; the message says what, where and what to do."""
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -47,7 +37,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     eval_every: Count = 0
     """Evaluate at version 0, every this many versions, and at the end; 0 is never."""
     eval_samples: Annotated[int, Meta(ge=1, le=MAX_EVALUATED)] = 512
-    eval_temperature: Annotated[float, Meta(ge=0)] = 0.0
+    eval_temperature: NonNegative = 0.0
     eval_timeout: PositiveFloat = 300.0
     """Seconds; what is not done by then is cancelled and the result reported with its n."""
     connect_timeout: PositiveFloat = 60.0
@@ -147,7 +137,7 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     eval_share: Fraction = 0.5
     score_timeout: PositiveFloat = 10.0
     """Seconds that scoring one completion may take."""
-    max_tokens_per_second: Annotated[float, Meta(ge=0)] = 0.0
+    max_tokens_per_second: NonNegative = 0.0
     """A node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
 
 
@@ -165,22 +155,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Fraction of learning_rate reached by linear decay at the last step."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    weight_decay: NonNegative = 0.0
     max_grad_norm: PositiveFloat = 1.0
     micro_batch_tokens: PositiveInt = 16384
     checkpoint_every: Count = 20
     """Versions between checkpoints; 0 is only at the end."""
-
-
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    advantage: Literal["grpo"] = "grpo"
-    ratio_level: Literal["token", "sequence"] = "sequence"
-    treatment: Literal["truncate", "clip", "uncorrected"] = "truncate"
-    """truncate: weight by min(ratio, ratio_high). clip: ratio into [ratio_low, ratio_high]. uncorrected: no ratio."""
-    ratio_low: Annotated[float, Meta(ge=0)] = 0.0
-    ratio_high: PositiveFloat = 2.0
-    surrogate: Literal["policy_gradient", "ppo"] = "policy_gradient"
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
 
 
 class LaunchConfig(Section, frozen=True, kw_only=True):
@@ -199,7 +178,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
-    task: dict[str, Any] = {}
+    task: dict[str, Any] = msgspec.field(default_factory=dict)
     buffer: BufferConfig = BufferConfig()
     inference: InferenceConfig = InferenceConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -224,7 +203,7 @@ def keys_folder(config: Config) -> Path | None:
 
 def check_config(config: Config) -> None:
     """Everything that no single value shows. Raises ConfigError."""
-    buffer, inference, algorithm = config.buffer, config.inference, config.algorithm
+    buffer, inference = config.buffer, config.inference
     if "kind" not in config.task:
         raise ConfigError('[task] needs a key `kind`: which task to train on, for example kind = "digit_sort"')
     if not config.model.path and config.model.tiny is None:
@@ -242,15 +221,7 @@ def check_config(config: Config) -> None:
             f"{math.ceil((buffer.window - 1) / buffer.groups_per_step)} batches, more than max_staleness = "
             f"{buffer.max_staleness}: make the window smaller or the bound larger"
         )
-    if algorithm.advantage == "grpo" and buffer.group_size < 2:
-        raise ConfigError('[algorithm] advantage = "grpo" compares within a group: [buffer] group_size must be ≥ 2')
-    if algorithm.ratio_low > algorithm.ratio_high:
-        raise ConfigError("[algorithm] ratio_low is above ratio_high")
-    if algorithm.surrogate == "ppo" and algorithm.treatment != "clip":
-        raise ConfigError(
-            f'[algorithm] surrogate = "ppo" is itself a function of the ratio, so treatment = '
-            f'"{algorithm.treatment}" would count it twice or not at all: set treatment = "clip"'
-        )
+    check_algorithm(config.algorithm, group_size=buffer.group_size)
     if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
         raise ConfigError(
             "[inference] max_resident must be at least 3 when evaluation is on (run.eval_every) and in_flight = "
@@ -330,6 +301,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if any(override.partition("=")[0].strip() == "algorithm.preset" for override in overrides):
+        table.pop("algorithm", None)  # a preset named over a file is a choice of the whole section
     for override in overrides:
         apply_override(table, override)
     run = table.setdefault("run", {})
@@ -340,6 +313,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def config_from_table(table: Mapping[str, Any], where: str) -> Config:
     """Strict conversion of a parsed table. Raises ConfigError with the nearest known key for an unknown one."""
+    if isinstance(section := table.get("algorithm"), Mapping):
+        table = {**table, "algorithm": with_preset(section, where)}
     config: Config = convert_section(table, Config, where)
     check_config(config)
     return config

@@ -18,14 +18,14 @@ from trainer.canary import Canary
 
 class Sample(NamedTuple):
     """One segment to train on, all arrays of length n (flat, unpadded): token ids int32, behaviour log-probabilities
-    float32 (natural log, at sampling temperature), mask uint8 (0 = sampled, trains), token versions int32 (only
-    meaningful where mask is 0), `advantage` of its attempt, and the index of the attempt and group within the batch
-    (what "sequence" and "prompt" mean in a loss)."""
+    float32 (natural log, at sampling temperature), mask uint8 (0 = sampled, trains), token ages int32 in versions
+    (for_version - the token's; only meaningful where mask is 0), `advantage` of its attempt, and the index of the
+    attempt and group within the batch (what "sequence" and "prompt" mean in a loss)."""
 
     tokens: npt.NDArray[np.int32]
     behaviour: npt.NDArray[np.float32]
     mask: npt.NDArray[np.uint8]
-    versions: npt.NDArray[np.int32]
+    ages: npt.NDArray[np.int32]
     advantage: float
     attempt: int
     group: int

@@ -70,18 +70,18 @@ def prepare(
     rewards = np.array([trajectory.reward for _, trajectory in kept], dtype=np.float64)
     group_index = np.array([group for group, _ in kept], dtype=np.int64)
     advantages = ADVANTAGES[advantage](torch.from_numpy(rewards), torch.from_numpy(group_index))
-    oldest = batch.for_version - max_staleness
     samples = [
         sample
         for attempt, (group, trajectory) in enumerate(kept)
-        for sample in _samples(trajectory, float(advantages[attempt]), attempt, group, oldest)
+        for sample in _samples(trajectory, float(advantages[attempt]), attempt, group, batch.for_version, max_staleness)
     ]
-    versions = [sample.versions[sample.mask == MaskReason.SAMPLED] for sample in samples]
-    ages = batch.for_version - np.concatenate(versions) if versions else np.zeros(0, np.int32)
+    ages = np.concatenate(
+        [np.zeros(0, np.int32), *(sample.ages[sample.mask == MaskReason.SAMPLED] for sample in samples)]
+    )
     tokens = sum(len(sample.tokens) for sample in samples)
     nodes = dict(Counter(trajectory.node for _, trajectory in kept))
     return TrainingBatch(
-        samples, tuple(dispositions), rewards, ages.astype(np.int32), tokens, nodes, batch.for_version, batch.groups,
+        samples, tuple(dispositions), rewards, ages, tokens, nodes, batch.for_version, batch.groups,
         trajectories,
     )  # fmt: skip
 
@@ -109,15 +109,17 @@ def _outcome(
     return "stale" if is_stale(for_version, judged, max_staleness) else "trained"
 
 
-def _samples(trajectory: Trajectory, advantage: float, attempt: int, group: int, oldest: int) -> Sequence[Sample]:
-    """Tokens of versions below `oldest` do not train: where an attempt may have some, they are masked."""
+def _samples(
+    trajectory: Trajectory, advantage: float, attempt: int, group: int, for_version: int, max_staleness: int
+) -> Sequence[Sample]:
+    """Tokens older than `max_staleness` do not train: where an attempt may have some, they are masked."""
     samples = []
     for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True):
         mask = arrays.mask
-        versions = np.zeros(len(arrays.tokens), dtype=np.int32)
-        versions[mask == MaskReason.SAMPLED] = token_versions(header.versions)
-        too_old = (mask == MaskReason.SAMPLED) & (versions < oldest)
+        ages = np.zeros(len(arrays.tokens), dtype=np.int32)
+        ages[mask == MaskReason.SAMPLED] = for_version - token_versions(header.versions)
+        too_old = (mask == MaskReason.SAMPLED) & (ages > max_staleness)
         if too_old.any():
             mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
-        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, versions, advantage, attempt, group))
+        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group))
     return samples

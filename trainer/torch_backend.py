@@ -138,6 +138,7 @@ class TorchBackend:
             return torch.as_tensor(np.asarray(values), dtype=dtype, device=self.device)
 
         behaviour = [samples[row].behaviour[places] for row, places in zip(rows, wanted, strict=True)]
+        ages = [samples[row].ages[places] for row, places in zip(rows, wanted, strict=True)]
         attempt = flat(np.repeat(np.array([samples[row].attempt for row in rows], dtype=np.int64), counts), torch.int64)
         data = TokenData(
             behaviour=flat(np.concatenate([np.zeros(0, np.float32), *behaviour]), self._dtype),
@@ -145,6 +146,7 @@ class TorchBackend:
                 np.repeat(np.array([samples[row].advantage for row in rows], np.float64), counts), self._dtype
             ),
             attempt=attempt,
+            age=flat(np.concatenate([np.zeros(0, np.int32), *ages]), torch.int64),
         )
         start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         return Batch(rows, wanted, start, data, batch_coefficients(attempt, self.algorithm))

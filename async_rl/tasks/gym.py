@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from async_rl.config import ConfigError, Count, PositiveInt, Section
 from async_rl.errors import AsyncRLError
+from async_rl.schema import ConfigError, Count, PositiveInt, Section
 from async_rl.tasks.task import Instance, Score, Split
 
 Style = Literal["chat", "plain"]

@@ -96,9 +96,6 @@ BROKEN = {
         "buffer": {"order": "windowed", "groups_per_step": 2, "window": 10}
     },
     'order = "windowed" has no meaning with on_stale = "drop"': {"buffer": {"order": "windowed", "on_stale": "drop"}},
-    "group_size must be ≥ 2": {"buffer": {"group_size": 1}},
-    "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
-    'set treatment = "clip"': {"algorithm": PPO | {"treatment": "truncate"}},
     "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
     "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
     "true needs other settings: add --set buffer.order=fifo --set inference.handover=discard --set inference.co": {
@@ -113,9 +110,6 @@ WHOLE = [
     {"model": {"tiny": {}}},
     {"buffer": {"order": "windowed", "groups_per_step": 2, "window": 9}},
     {"buffer": {"order": "windowed", "on_stale": "wait"}},
-    {"buffer": {"group_size": 2}},
-    {"algorithm": {"ratio_low": 2.0}},
-    {"algorithm": PPO},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 2, "in_flight": "continue"}},
     {"inference": {"max_resident": 2}},

@@ -42,6 +42,7 @@ def tokens_of(case: str) -> tuple[torch.Tensor, TokenData]:
     generator = np.random.default_rng(7)
     attempt = {"empty": [], "length_one": [0], "lone_tokens": [0, 1, 2]}.get(case, [0, 0, 0, 1, 1, 2, 2, 2, 2, 4])
     n = len(attempt)
+    age = generator.integers(0, 5, n)
     behaviour = -generator.exponential(1.0, n)
     current = np.minimum(behaviour + generator.normal(0, 0.4, n), 0.0)
     advantage = generator.normal(0, 1, 5)[attempt] if n else np.zeros(0)
@@ -52,7 +53,12 @@ def tokens_of(case: str) -> tuple[torch.Tensor, TokenData]:
         advantage = np.abs(advantage)
     if case == "all_negative":
         advantage = -np.abs(advantage) * 50
-    data = TokenData(torch.from_numpy(behaviour), torch.from_numpy(advantage), torch.tensor(attempt, dtype=torch.int64))
+    data = TokenData(
+        torch.from_numpy(behaviour),
+        torch.from_numpy(advantage),
+        torch.tensor(attempt, dtype=torch.int64),
+        torch.tensor(age, dtype=torch.int64),
+    )
     return torch.from_numpy(current), data
 
 
@@ -132,7 +138,7 @@ def test_loss_and_gradient_equal_the_oracle(algorithm: AlgorithmConfig, case: st
 @pytest.mark.parametrize("algorithm", PG + PPO, ids=label)
 def test_a_gap_of_200_is_finite_in_float32(algorithm: AlgorithmConfig) -> None:
     current, data = tokens_of("gap_200")
-    single = TokenData(data.behaviour.float(), data.advantage.float(), data.attempt)
+    single = TokenData(data.behaviour.float(), data.advantage.float(), data.attempt, data.age)
     loss, gradient = loss_and_gradient(current.float(), single, algorithm)
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()
@@ -141,7 +147,7 @@ def test_a_gap_of_200_is_finite_in_float32(algorithm: AlgorithmConfig) -> None:
 
 def test_ppo_lets_no_gradient_through_what_the_clip_decides() -> None:
     algorithm = PPO[0]
-    data = TokenData(torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 1]))
+    data = TokenData(torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 1]), torch.tensor([0, 3]))
     far = torch.tensor([-0.2, -1.8])  # ratios 2.2 with A > 0 and 0.45 with A < 0: both are past the bound that counts
     assert loss_and_gradient(far, data, algorithm)[1].tolist() == [0.0, 0.0]
     back = torch.tensor([-1.8, -0.2])  # the same ratios the other way round: PPO still pulls these back
@@ -221,7 +227,7 @@ def test_the_gradient_does_not_depend_on_the_split_or_the_order(algorithm: Algor
         for members in parts:
             where = torch.cat([torch.nonzero(attempt == member)[:, 0] for member in members])
             current = torch.log_softmax(features[where] @ weight, -1).gather(1, target[where, None])[:, 0]
-            data = TokenData(behaviour[where], advantage[where], attempt[where])
+            data = TokenData(behaviour[where], advantage[where], attempt[where], attempt[where])
             partial_loss(current, data, coefficients[where], algorithm).backward()
         assert weight.grad is not None
         return weight.grad

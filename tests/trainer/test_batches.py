@@ -77,8 +77,8 @@ def test_a_batch_becomes_one_sample_per_segment_with_everything_in_its_place() -
     assert first.tokens.tolist() == [0, 1, 2, 3, 4]
     assert first.mask.tolist() == [1, 1, 0, 0, 0]
     assert first.behaviour.tolist() == [0, 0, -0.5, -0.5, -0.5]
-    assert first.versions[2:].tolist() == [8, 8, 9]
-    assert second.versions[3:].tolist() == [7, 7, 7, 7]
+    assert first.ages[2:].tolist() == [1, 1, 0]
+    assert second.ages[3:].tolist() == [2, 2, 2, 2]
     assert batch.rewards.tolist() == [1, 0, 5, 3]
     assert batch.tokens == 5 + 5 + 7 + 5 + 5
     assert batch.nodes == {"node-1": 3, "node-2": 1}

@@ -89,7 +89,7 @@ def samples(n: int = 8, seed: int = 0) -> list[Sample]:
                 tokens=generator.integers(0, VOCABULARY, length).astype(np.int32),
                 behaviour=behaviour,
                 mask=mask,
-                versions=np.zeros(length, np.int32),
+                ages=np.zeros(length, np.int32),
                 advantage=float(generator.normal()),
                 attempt=max(index - 1, 0),
                 group=index // 4,

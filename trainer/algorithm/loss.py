@@ -17,12 +17,14 @@ from trainer.algorithm.surrogates import policy_gradient, ppo
 
 
 class TokenData(NamedTuple):
-    """Trained tokens, flat: behaviour log-probability [n] and advantage [n] (floating), attempt int64 [n]. An attempt
-    is whole: all its trained tokens are here."""
+    """Trained tokens, flat: behaviour log-probability [n] and advantage [n] (floating), attempt int64 [n] and age int64
+    [n] in versions (that from which the step starts, less the token's). An attempt is whole: all its trained tokens are
+    here."""
 
     behaviour: torch.Tensor
     advantage: torch.Tensor
     attempt: torch.Tensor
+    age: torch.Tensor
 
 
 def token_losses(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
