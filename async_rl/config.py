@@ -158,6 +158,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     weight_decay: NonNegative = 0.0
     max_grad_norm: PositiveFloat = 1.0
     micro_batch_tokens: PositiveInt = 16384
+    """Tokens computed at once, padding included where there is any; an attempt that has more is computed alone."""
+    packing: Literal["auto", "never"] = "auto"
+    """auto: sequences lie behind one another without padding, if the model's log-probabilities are then the same (tried
+    when it is loaded). never: rows padded to the longest of a micro-batch."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward pass: less memory, a third more time."""
     checkpoint_every: Count = 20
     """Versions between checkpoints; 0 is only at the end."""
 

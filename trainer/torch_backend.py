@@ -25,12 +25,12 @@ from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import write_adapter
 from async_rl.trajectory import MaskReason
 from trainer import optimizer_state
+from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.loss import TokenData, batch_coefficients, partial_loss, ratio_metrics
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
-from trainer.logprobs import make_rows, output_head, token_logprobs
+from trainer.logprobs import Scorer, output_head
 from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
-from trainer.packing import pack
 
 log = logging.getLogger("trainer")
 
@@ -80,6 +80,9 @@ class TorchBackend:
         self.targets = resolve_targets(self.model, trainer.targets)
         log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank))
         self.parameters = attach_lora(self.model, self.targets, trainer, seed)
+        self.scorer = Scorer(self.model, trainer.packing)
+        if trainer.activation_checkpointing:
+            checkpoint_layers(self.model)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=trainer.learning_rate,
@@ -158,12 +161,12 @@ class TorchBackend:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         lengths = [int(places[-1]) for places in batch.wanted]
         attempts = [samples[row].attempt for row in batch.rows]
-        for members in pack(lengths, attempts, self.trainer.micro_batch_tokens):
+        for members in self.scorer.split(lengths, attempts, self.trainer.micro_batch_tokens):
             tokens = [samples[batch.rows[row]].tokens for row in members]
-            rows = make_rows(tokens, [batch.wanted[row] for row in members], self.device)
+            rows = self.scorer.rows(tokens, [batch.wanted[row] for row in members])
             ranges = [np.arange(batch.start[row], batch.start[row + 1]) for row in members]
             where = torch.from_numpy(np.concatenate(ranges)).to(self.device)
-            current = token_logprobs(self.model, rows, self.temperature)
+            current = self.scorer.logprobs(rows, self.temperature)
             data = TokenData(*(values[where] for values in batch.data))
             loss = partial_loss(current, data, batch.coefficients[where], self.algorithm)
             if loss.requires_grad:
@@ -194,10 +197,10 @@ class TorchBackend:
         out = [np.zeros(max(len(sequence) - 1, 0), dtype=np.float32) for sequence in tokens]
         long = [index for index, sequence in enumerate(tokens) if len(sequence) > 1]
         lengths = [len(tokens[index]) - 1 for index in long]
-        for members in pack(lengths, range(len(long)), self.trainer.micro_batch_tokens):
+        for members in self.scorer.split(lengths, range(len(long)), self.trainer.micro_batch_tokens):
             places = [np.arange(1, lengths[row] + 1) for row in members]
-            rows = make_rows([tokens[long[row]] for row in members], places, self.device)
-            values = token_logprobs(self.model, rows, temperature).float().cpu().numpy()
+            rows = self.scorer.rows([tokens[long[row]] for row in members], places)
+            values = self.scorer.logprobs(rows, temperature).float().cpu().numpy()
             ends = np.cumsum([lengths[row] for row in members])
             for row, part in zip(members, np.split(values, ends[:-1]), strict=True):
                 out[long[row]][:] = part
