@@ -27,12 +27,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from async_rl.errors import AsyncRLError
+from async_rl.run.pipes import frame, take_over_pipes
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Score, Split, instance_of
 
@@ -82,14 +83,6 @@ class Verdict(msgspec.Struct, array_like=True):
     components: dict[str, float]
     seconds: float
     error: str
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    body = _encoder.encode(message)
-    return len(body).to_bytes(4, "little") + body
 
 
 # --- the node's side -------------------------------------------------------------------------------------------------
@@ -348,26 +341,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call above
             sys.exit(1)
-
-
-def take_over_pipes() -> tuple[Iterator[bytes], Callable[[msgspec.Struct], None]]:
-    """The protocol's two ends, moved away from the standard streams: a verifier that prints writes to stderr, one
-    that reads finds the end of input."""
-    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-
-    def frames() -> Iterator[bytes]:
-        while len(head := incoming.read(4)) == 4:
-            yield incoming.read(int.from_bytes(head, "little"))
-
-    def answer(message: msgspec.Struct) -> None:
-        outgoing.write(frame(message))
-        outgoing.flush()
-
-    return frames(), answer
 
 
 if __name__ == "__main__":

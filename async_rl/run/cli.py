@@ -32,7 +32,7 @@ DEFAULT_DIRECTORY = RUNS / LATEST
 BENCH_HELP = (
     "Measure a part against its baseline, in one run: async-rl bench NAME --help shows its options. transport: the "
     "link against raw ZeroMQ; push: adapters to nodes; rollout: the engine against generate; pipeline: the whole loop "
-    "against lock-step; rules: the buffer's cost per trajectory."
+    "against lock-step; rules: the buffer's cost per trajectory; staleness: learning from old data, by correction."
 )
 
 EPILOG = """\
@@ -52,6 +52,7 @@ BENCHES = {
     "push": ("inference.bench_push", "inference"),
     "rollout": ("inference.bench_rollout", "inference"),
     "pipeline": ("async_rl.run.bench_pipeline", ""),
+    "staleness": ("async_rl.run.bench_staleness", "trainer"),
 }
 """By name: the module that is the benchmark, and the pool whose dependencies it needs."""
 

@@ -1,0 +1,84 @@
+"""Which runs make up the staleness benchmark, the most telling ones first."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from async_rl.errors import AsyncRLError
+from async_rl.run.bench_staleness_cells import Cell
+
+Settings = Mapping[str, Any]
+
+
+def _parts(surrogate: str, level: str, treatment: str, low: float, high: float) -> Settings:
+    values = (surrogate, level, treatment, low, high)
+    keys = ("surrogate", "ratio_level", "treatment", "ratio_low", "ratio_high")
+    return {f"algorithm.{key}": value for key, value in zip(keys, values, strict=True)}
+
+
+UNCORRECTED = "uncorrected"
+
+CORRECTIONS: Mapping[str, Settings] = {
+    UNCORRECTED: _parts("policy_gradient", "token", "uncorrected", 0.0, 2.0),
+    "token, truncated at 2": _parts("policy_gradient", "token", "truncate", 0.0, 2.0),
+    "sequence, truncated at 2": _parts("policy_gradient", "sequence", "truncate", 0.0, 2.0),
+    "PPO clip, token, 0.8 to 1.28": _parts("ppo", "token", "clip", 0.8, 1.28),
+    "PPO clip, sequence, 0.8 to 1.28": _parts("ppo", "sequence", "clip", 0.8, 1.28),
+}
+"""By name: the config's keys. At lag 0 every ratio is 1, and all of them are the plain policy gradient."""
+
+FEW = (UNCORRECTED, "token, truncated at 2", "sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28")
+"""Those that other learning rates are tried with."""
+
+REUSED = ("sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28")
+"""Those that reuse is tried with."""
+
+
+class Grid(NamedTuple):
+    """`rates[0]` is the one at which everything is tried; the others only at the largest lag and on-policy."""
+
+    lags: Sequence[int] = (16, 4)
+    rates: Sequence[float] = (5e-4, 2e-3, 1e-4)
+    reuses: Sequence[int] = (2, 4)
+    corrections: Sequence[str] = tuple(CORRECTIONS)
+    seeds: Sequence[int] = (0, 1, 2)
+
+
+def plan(grid: Grid) -> list[Cell]:
+    """Every run of the grid once. Raises AsyncRLError for a correction that there is not."""
+    for name in grid.corrections:
+        if name not in CORRECTIONS:
+            near = difflib.get_close_matches(name, CORRECTIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {'; '.join(CORRECTIONS)}"
+            raise AsyncRLError(f"--corrections: there is no {name!r}; {hint}")
+    return list({_key(cell): cell for cell in _cells(grid)}.values())
+
+
+def _cells(grid: Grid) -> Iterator[Cell]:
+    main, *others = grid.rates
+    far = max(grid.lags, default=0)
+    for seed in grid.seeds:
+        yield _cell(UNCORRECTED, 0, 1, main, seed)
+        for name in grid.corrections:
+            yield _cell(name, far, 1, main, seed)
+    for seed in grid.seeds:
+        for reuse in grid.reuses:
+            yield from (_cell(name, 0, reuse, main, seed) for name in REUSED if name in grid.corrections)
+    for lag in grid.lags:
+        for seed in grid.seeds:
+            yield from (_cell(name, lag, 1, main, seed) for name in grid.corrections)
+    for rate in others:
+        for seed in grid.seeds:
+            yield _cell(UNCORRECTED, 0, 1, rate, seed)
+            yield from (_cell(name, far, 1, rate, seed) for name in FEW if name in grid.corrections)
+
+
+def _cell(name: str, lag: int, reuse: int, rate: float, seed: int) -> Cell:
+    settings = dict(CORRECTIONS[name])
+    return Cell(correction=name, settings=settings, lag=lag, reuse=reuse, learning_rate=rate, seed=seed)
+
+
+def _key(cell: Cell) -> tuple[Any, ...]:
+    return (cell.correction, cell.lag, cell.reuse, cell.learning_rate, cell.seed)
