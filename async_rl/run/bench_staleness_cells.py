@@ -10,8 +10,8 @@ from async_rl.wire.messages import Lease
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How large every run is. Evaluations come every `eval_every` updates and at each of the last three half-ways and
-    ends; `config` is the one whose model, task and trainer are used."""
+    """How large every run is; evaluations are at `evaluated_at`. `config` is the one whose model, task and trainer are
+    used."""
 
     config: str = "quickstart"
     updates: int = 60
@@ -74,8 +74,8 @@ def evaluated_at(scale: Scale) -> list[int]:
     """The versions that are evaluated, rising, the first and the last included. The last three are half as far apart:
     their mean is a run's result."""
     every = max(1, min(scale.eval_every, scale.updates))
-    last = [scale.updates, scale.updates - every // 2, scale.updates - every]
-    return sorted({*range(0, scale.updates, every), *(version for version in last if version >= 0)})
+    last = (scale.updates - every, scale.updates - every // 2, scale.updates)
+    return sorted({0, *range(0, last[0], every), *last})
 
 
 def overrides_of(scale: Scale, cell: Cell) -> list[str]:
