@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, with_preset
+from async_rl.schema import REFUSED, Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import ConfigError as ConfigError
-from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import Section as Section
 from async_rl.trajectory import BYTES_PER_TOKEN
 from async_rl.wire.messages import MAX_EVALUATED
@@ -358,6 +358,8 @@ def _refuse_unknown_keys(table: Any, kind: type[Any], where: str, section: str) 
         return
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in table.items():
+        if (section, key) in REFUSED:
+            raise ConfigError(f"{where}: [{section}] {key} = {value!r} is refused: {REFUSED[section, key]}")
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             advice = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(fields)}"

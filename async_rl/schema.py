@@ -22,3 +22,12 @@ class ConfigError(AsyncRLError):
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section."""
+
+
+_TRUNCATES = (
+    "it cuts the distribution that tokens are sampled from to its likeliest ones. Their behaviour log-probabilities "
+    "would be those of the cut distribution, the trainer's those of the whole one, because it does not know which "
+    "tokens were left; every importance ratio would be biased. Remove it: sampling is at `temperature` alone"
+)
+REFUSED = {("inference", key): _TRUNCATES for key in ("top_p", "top_k", "min_p")}
+"""Keys that people know from elsewhere, by section, and why there is none here."""

@@ -62,6 +62,14 @@ def test_an_unknown_key_names_its_place_and_the_nearest_known_one(sections: dict
     assert str(caught.value) == f"test.toml: {says}"
 
 
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
+def test_truncated_sampling_is_refused_saying_what_it_would_do_to_the_ratios(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"\[inference\] {key} = 0\.9 is refused: .*ratio would be biased.* Remove it"
+    ):
+        made(inference={"temperature": 0.7, key: 0.9})
+
+
 def test_the_tasks_own_keys_are_not_judged_here() -> None:
     assert made(task={"kind": "x", "whatever": [1, {"a": 2}]}).task["whatever"] == [1, {"a": 2}]
 

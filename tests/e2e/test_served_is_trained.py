@@ -4,6 +4,7 @@ engine, through the adapter file that the store carries."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -38,10 +39,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """A trainer and an engine on the same base model, and the pushes between them."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        temperature: float = 1.0,
+        ratio_level: Literal["token", "sequence"] = "sequence",
+    ) -> None:
         # A learning rate at which one step moves log-probabilities by far more than the tolerance.
         trainer = TrainerConfig(rank=4, learning_rate=2e-2, warmup_steps=0)
-        self.backend = TorchBackend(model, trainer=trainer, algorithm=AlgorithmConfig(), temperature=1.0, seed=1)
+        algorithm = AlgorithmConfig(ratio_level=ratio_level)
+        self.backend = TorchBackend(model, trainer=trainer, algorithm=algorithm, temperature=temperature, seed=1)
+        self.temperature = temperature
         self.engine = TorchEngine(model, slots=REQUESTS, max_context=CONTEXT, max_resident=3)
         self.folder = folder
         self.version = -1
@@ -66,12 +75,12 @@ class Pair:
         ]  # fmt: skip
         assert not self.backend.step(samples, 2e-2).skipped
 
-    def submit(self) -> dict[tuple[int, int], np.ndarray]:
+    def submit(self, first: int = 0) -> dict[tuple[int, int], np.ndarray]:
         prompts = {}
-        for index in range(REQUESTS):
+        for index in range(first, first + REQUESTS):
             prompt = self.random.integers(0, VOCAB, 4 + index % 3).astype(np.int32)
             prompts[(0, index)] = prompt
-            self.engine.submit(Request((0, index), prompt, SamplingParams(1.0, NEW), seed=index))
+            self.engine.submit(Request((0, index), prompt, SamplingParams(self.temperature, NEW), seed=index))
         return prompts
 
     def finish(self) -> list[Completion]:
@@ -79,6 +88,15 @@ class Pair:
         while self.engine.active:
             done += self.engine.step()
         return done
+
+
+def completed(prompt: np.ndarray, completion: Completion, index: int) -> Sample:
+    """What the trainer gets of it."""
+    tokens = np.concatenate([prompt, completion.tokens]).astype(np.int32)
+    mask = (np.arange(len(tokens)) < len(prompt)).astype(np.uint8)
+    behaviour = np.zeros(len(tokens), np.float32)
+    behaviour[len(prompt) :] = completion.logprobs
+    return Sample(tokens, behaviour, mask, np.zeros(len(tokens), np.int32), (-1.0) ** index, index, index // 2)
 
 
 def test_for_every_push_the_engine_scores_as_the_trainer_does(model, tmp_path):
@@ -127,3 +145,26 @@ def test_recorded_log_probabilities_are_the_trainers_of_the_stamped_version(mode
             places = versions == version
             assert np.abs(oracle[places] - completion.logprobs[places]).max() <= TOLERANCE
         assert len(flips) == len(expected_versions) - 1
+
+
+@pytest.mark.parametrize("ratio_level", ["token", "sequence"])
+def test_at_another_temperature_the_ratio_of_identical_policies_is_one(model, tmp_path, ratio_level):
+    """Sampled by the engine at 0.7, judged by a step of the trainer under the same adapter."""
+    pair = Pair(model, tmp_path, temperature=0.7, ratio_level=ratio_level)
+    pair.push()
+    pair.train()
+    policy = pair.push()
+    prompts, done = {}, []
+    for seed in range(8):
+        prompts |= pair.submit(first=seed * REQUESTS)
+        done += pair.finish()
+    samples = [completed(prompts[completion.key], completion, index) for index, completion in enumerate(done)]
+    assert {version for sample in done for version in token_versions(sample.versions)} == {policy.version}
+    metrics = pair.backend.step(samples, 0.0).metrics
+    assert metrics["tokens"] > 2000
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["mismatch_max"] < TOLERANCE
+    # The same tokens judged at temperature 1. A ratio's mean under its own denominator is near 1 whatever the numerator,
+    # so what tells is each token's.
+    pair.backend.temperature = 1.0
+    assert pair.backend.step(samples, 0.0).metrics["mismatch_mean"] > 1000 * TOLERANCE

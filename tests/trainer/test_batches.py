@@ -137,8 +137,10 @@ def test_a_group_that_is_all_stale_leaves_its_neighbours_alone() -> None:
 
 
 NAN_LOGPROB = np.array([0, 0, -0.5, math.nan, -0.5], np.float32)
+IMPOSSIBLE = np.array([0, 0, -0.5, -math.inf, -0.5], np.float32)  # a token that its sampler could not have sampled
 BROKEN = {
     "a log-probability that is no number": trajectory(7, 3, 1.0, segment((9, 3), logprobs=NAN_LOGPROB)),
+    "a log-probability of minus infinity": trajectory(7, 3, 1.0, segment((9, 3), logprobs=IMPOSSIBLE)),
     "too few version stamps": trajectory(7, 3, 1.0, segment((9, 3), versions=(VersionRun(9, "9" * 64, 2),))),
     "a first token that nothing predicts": trajectory(7, 3, 1.0, segment((9, 3), n_prompt=0)),
     "bytes that are not there": trajectory(7, 3, 1.0, arrays=memoryview(b"short")),
