@@ -164,7 +164,7 @@ def test_at_another_temperature_the_ratio_of_identical_policies_is_one(model, tm
     assert metrics["tokens"] > 2000
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert metrics["mismatch_max"] < TOLERANCE
-    # The same tokens judged at temperature 1. The mean of a ratio under its denominator is near 1 whatever the numerator
-    # is, so what tells is each token's.
+    # The same tokens judged at temperature 1. A ratio's mean under its denominator is near 1 whatever the numerator
+    # is, so what tells is each token's own.
     pair.backend.temperature = 1.0
     assert pair.backend.step(samples, 0.0).metrics["mismatch_mean"] > 1000 * TOLERANCE
