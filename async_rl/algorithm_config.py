@@ -6,26 +6,60 @@ A preset is a file of configs/presets with some of these keys; what a config say
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from async_rl.schema import ConfigError, NonNegative, PositiveFloat, Section
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "presets"
 
 
+RatioLevel = Literal["token", "sequence", "geometric", "segment"]
+
+
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
+    """docs/algorithm.md has the formulas. π is the policy that is trained, μ the one that sampled."""
+
     preset: str = ""
     """A file of configs/presets, whose keys count where this section does not set its own."""
     advantage: Literal["grpo"] = "grpo"
-    ratio_level: Literal["token", "sequence"] = "sequence"
-    treatment: Literal["truncate", "clip", "uncorrected"] = "truncate"
-    """truncate: weight by min(ratio, ratio_high). clip: ratio into [ratio_low, ratio_high]. uncorrected: no ratio."""
+    ratio_level: RatioLevel = "sequence"
+    """What a ratio π/μ is of: the token, its attempt (the product, or their geometric mean), or those tokens of its
+    attempt that one policy version sampled."""
+    treatment: Literal["truncate", "mask", "clip", "uncorrected"] = "truncate"
+    """truncate, clip: the ratio into [ratio_low, ratio_high]; "clip" is also PPO's. mask: zero outside. uncorrected: no
+    ratio."""
     ratio_low: NonNegative = 0.0
     ratio_high: PositiveFloat = 2.0
-    surrogate: Literal["policy_gradient", "ppo"] = "policy_gradient"
+    age_power: float = 0.0
+    """Both bounds are raised to (1 + age)^age_power: below 0 the older a token the narrower, above 0 the wider."""
+    surrogate: Literal["policy_gradient", "ppo", "topr", "decoupled_ppo"] = "policy_gradient"
+    """ppo clips π/μ itself. topr weights failures only. decoupled_ppo clips π/π_prox, weighted by π_prox/μ."""
+    dual_clip: NonNegative = 0.0
+    """With ppo and decoupled_ppo, above 1: a failure's loss is at most this times its advantage; 0 is off."""
+    proximal: Literal["log_linear"] = "log_linear"
+    """With decoupled_ppo, where π_prox comes from: between μ and π by the token's age."""
+    clip_low: NonNegative = 0.8
+    clip_high: PositiveFloat = 1.2
+    """With decoupled_ppo: the bounds of π/π_prox, as ratio_low and ratio_high are those of π_prox/μ."""
+    gate: Literal["none", "binary_kl", "tv", "k2", "k3"] = "none"
+    """A divergence of π from μ; what is beyond gate_bound does not train."""
+    gate_level: Literal["token", "sequence"] = "token"
+    """sequence: the attempt's mean decides for all its tokens."""
+    gate_side: Literal["both", "away"] = "both"
+    """away: only what the step would move further from μ is stopped."""
+    gate_bound: NonNegative = 0.0
+    veto: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """An attempt with a token whose ratio is below this does not train; 0 is off."""
+    negative_mask: NonNegative = 0.0
+    """An attempt with a negative advantage and a mean log(μ/π) above this does not train; 0 is off."""
+    age_decay: NonNegative = 0.0
+    """A token's weight is multiplied by (1 + age)^-age_decay."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
 
 
@@ -33,13 +67,71 @@ def check_algorithm(algorithm: AlgorithmConfig, *, group_size: int) -> None:
     """Refuse parts that do not go together, or not with the rest of the config. Raises ConfigError."""
     if algorithm.advantage == "grpo" and group_size < 2:
         raise ConfigError('[algorithm] advantage = "grpo" compares within a group: [buffer] group_size must be ≥ 2')
-    if algorithm.ratio_low > algorithm.ratio_high:
+    _check_ratio(algorithm)
+    _check_surrogate(algorithm)
+    _check_gate(algorithm)
+
+
+def _check_ratio(algorithm: AlgorithmConfig) -> None:
+    low, high, power = algorithm.ratio_low, algorithm.ratio_high, algorithm.age_power
+    if low > high:
         raise ConfigError("[algorithm] ratio_low is above ratio_high")
-    if algorithm.surrogate == "ppo" and algorithm.treatment != "clip":
+    if not math.isfinite(power) or (power and not low <= 1 <= high):
         raise ConfigError(
-            f'[algorithm] surrogate = "ppo" is itself a function of the ratio, so treatment = '
-            f'"{algorithm.treatment}" would count it twice or not at all: set treatment = "clip"'
+            f"[algorithm] age_power = {power:g} makes bounds around 1 narrower or wider: it must be finite, and 1 "
+            f"between ratio_low = {low:g} and ratio_high = {high:g}"
         )
+    if power and algorithm.treatment == "uncorrected":
+        raise ConfigError(
+            '[algorithm] age_power has no meaning with treatment = "uncorrected", which has no bounds: '
+            "remove one of them"
+        )
+
+
+def _check_surrogate(algorithm: AlgorithmConfig) -> None:
+    surrogate, treatment = algorithm.surrogate, algorithm.treatment
+    if surrogate == "ppo" and treatment != "clip":
+        raise ConfigError(
+            f'[algorithm] surrogate = "ppo" is itself a function of the ratio, so treatment = "{treatment}" would '
+            'count it twice or not at all: set treatment = "clip"'
+        )
+    if surrogate == "topr" and treatment == "uncorrected":
+        raise ConfigError(
+            '[algorithm] surrogate = "topr" weights failures by the ratio, which treatment = "uncorrected" leaves out: '
+            'set treatment = "truncate", or surrogate = "policy_gradient"'
+        )
+    if algorithm.dual_clip and (algorithm.dual_clip <= 1 or surrogate not in ("ppo", "decoupled_ppo")):
+        raise ConfigError(
+            f"[algorithm] dual_clip = {algorithm.dual_clip:g} limits a clipped ratio: it must be above 1, and "
+            f'surrogate "ppo" or "decoupled_ppo", not "{surrogate}"; or remove it'
+        )
+    if surrogate != "decoupled_ppo" and (unused := _changed(algorithm, ("proximal", "clip_low", "clip_high"))):
+        raise ConfigError(
+            f'[algorithm] {unused[0]} has a meaning with surrogate = "decoupled_ppo" alone, not with "{surrogate}": '
+            "remove it (the bounds of π/μ are ratio_low and ratio_high)"
+        )
+    if algorithm.clip_low > 1 or algorithm.clip_high < 1:
+        raise ConfigError("[algorithm] 1, where each step begins, must lie between clip_low and clip_high")
+
+
+def _check_gate(algorithm: AlgorithmConfig) -> None:
+    if algorithm.gate == "none":
+        if unused := _changed(algorithm, ("gate_level", "gate_side", "gate_bound")):
+            raise ConfigError(f'[algorithm] {unused[0]} has no meaning with gate = "none": remove it, or name a gate')
+        return
+    if algorithm.gate_bound == 0:
+        raise ConfigError(f'[algorithm] gate = "{algorithm.gate}" needs a gate_bound above 0: 0 stops every token')
+    if algorithm.gate_side == "away" and algorithm.gate_level == "sequence":
+        raise ConfigError(
+            '[algorithm] gate_side = "away" judges single tokens, gate_level = "sequence" whole attempts: set '
+            'gate_level = "token" or gate_side = "both"'
+        )
+
+
+def _changed(algorithm: AlgorithmConfig, keys: Sequence[str]) -> list[str]:
+    """Which of these keys are not at their default."""
+    default = AlgorithmConfig()
+    return [key for key in keys if getattr(algorithm, key) != getattr(default, key)]
 
 
 def shipped_presets() -> dict[str, Path]:

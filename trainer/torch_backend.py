@@ -20,13 +20,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import AlgorithmConfig, TrainerConfig
+from async_rl.algorithm_config import AlgorithmConfig
+from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import write_adapter
 from async_rl.trajectory import MaskReason
 from trainer import optimizer_state
 from trainer.activation_checkpointing import checkpoint_layers
-from trainer.algorithm.loss import TokenData, batch_coefficients, partial_loss, ratio_metrics
+from trainer.algorithm.loss import batch_coefficients, partial_loss
+from trainer.algorithm.metrics import ratio_metrics
+from trainer.algorithm.tokens import TokenData
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
 from trainer.logprobs import Scorer, output_head

@@ -90,7 +90,7 @@ def dry_run_table(config: Config, model: str) -> Table:
     treatment: str = algorithm.treatment
     if treatment != "uncorrected":
         bounds = f"at {algorithm.ratio_high:g}"
-        if treatment == "clip":
+        if algorithm.ratio_low:
             bounds = f"to {algorithm.ratio_low:g} … {algorithm.ratio_high:g}"
         treatment = f"{algorithm.ratio_level}-level {treatment} {bounds}"
     evaluation = "never"
