@@ -8,7 +8,6 @@ ConfigError that says what, where and what to do.
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, with_preset
+from async_rl.buffer_config import BufferConfig as BufferConfig
+from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.schema import REFUSED, Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Section as Section
@@ -77,41 +78,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tiny: TinyModelConfig | None = None
-
-
-class BufferConfig(Section, frozen=True, kw_only=True):
-    endpoint: str = "auto"
-    store_endpoint: str = "auto"
-    keys: str = ""
-    """A folder made by `async-rl keys`: every link is encrypted, and only who is listed there comes in. Needed for
-    addresses beyond this machine."""
-    max_staleness: Count = 4
-    groups_per_step: PositiveInt = 32
-    group_size: PositiveInt = 8
-    order: Literal["fifo", "windowed"] = "fifo"
-    window: PositiveInt = 1
-    """With order "windowed": how many tickets the window spans."""
-    on_stale: Literal["wait", "drop", "mask"] = "wait"
-    """wait: stragglers are waited for, in the order of the tickets, so that nothing becomes too old. drop: they are
-    not, and what has missed the bound is dropped and leased again. mask: the same, but of what has missed it in part
-    the fresh tokens train."""
-    on_short_group: Literal["retry", "drop", "accept"] = "retry"
-    zero_variance: Literal["keep", "refill"] = "keep"
-    """What to do with a group whose rewards are all equal: train it all the same, or drop it and lease its ticket
-    again with another instance."""
-    max_tries: PositiveInt = 8
-    capacity_bytes: PositiveInt = 256 << 20
-    heartbeat: PositiveFloat = 1.0
-    """Seconds; a peer that is silent for three is gone."""
-    lease_timeout: PositiveFloat = 600.0
-    """Seconds after which a lease is taken back from a node that lives but does not deliver."""
-    quarantine_limit: PositiveFloat = 30.0
-    """Seconds for which a run goes on while every node is quarantined: one may come back under a later policy."""
-    trainer_timeout: PositiveFloat = 300.0
-    """Seconds that a trainer which has fallen silent, or was killed, has to come back."""
-    fsync: Literal["never", "interval", "always"] = "interval"
-    """When the journal is synced to the disk. What is acknowledged survives the death of the process whatever this is;
-    with "always" also the loss of power, with "interval" all but the last second of it."""
 
 
 class InferenceConfig(Section, frozen=True, kw_only=True):
@@ -192,16 +158,6 @@ class Config(Section, frozen=True, kw_only=True):
     launch: LaunchConfig = LaunchConfig()
 
 
-def lead(config: Config) -> int:
-    """K_a: how many versions ahead of a node's own version it may be given tickets (design: admission). fifo trains
-    in ticket order, so K_a = K. windowed may train a ticket up to ceil((W-1)/B) batches after its place, so the lead
-    is that much smaller; negative when the window cannot keep the bound."""
-    buffer = config.buffer
-    if buffer.order == "windowed":
-        return buffer.max_staleness - math.ceil((buffer.window - 1) / buffer.groups_per_step)
-    return buffer.max_staleness
-
-
 def keys_folder(config: Config) -> Path | None:
     """Where the CURVE keys lie, None without."""
     return Path(config.buffer.keys).expanduser().resolve() if config.buffer.keys else None
@@ -214,19 +170,7 @@ def check_config(config: Config) -> None:
         raise ConfigError('[task] needs a key `kind`: which task to train on, for example kind = "digit_sort"')
     if not config.model.path and config.model.tiny is None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
-    if buffer.order == "fifo" and buffer.window != 1:
-        raise ConfigError('[buffer] window has no meaning with order = "fifo": remove it or set order = "windowed"')
-    if buffer.on_stale != "wait" and buffer.order != "fifo":
-        raise ConfigError(
-            f'[buffer] order = "{buffer.order}" has no meaning with on_stale = "{buffer.on_stale}", which takes what '
-            "is ready and waits for nobody: remove it"
-        )
-    if lead(config) < 0:
-        raise ConfigError(
-            f"[buffer] window = {buffer.window} with groups_per_step = {buffer.groups_per_step} may delay a ticket by "
-            f"{math.ceil((buffer.window - 1) / buffer.groups_per_step)} batches, more than max_staleness = "
-            f"{buffer.max_staleness}: make the window smaller or the bound larger"
-        )
+    check_buffer(buffer)
     check_algorithm(config.algorithm, group_size=buffer.group_size)
     if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
         raise ConfigError(
@@ -240,7 +184,8 @@ def check_config(config: Config) -> None:
     if buffer.capacity_bytes < batch_bytes(config):
         raise ConfigError(
             f"[buffer] capacity_bytes = {buffer.capacity_bytes} is below one batch of at most {batch_bytes(config)} "
-            "bytes: raise it, or lower groups_per_step, group_size or inference.max_context"
+            f"bytes{', with what it may use again' if buffer.reuse > 1 else ''}: raise it, or lower groups_per_step, "
+            "group_size or inference.max_context"
         )
 
 
@@ -274,7 +219,10 @@ def group_bytes(config: Config) -> int:
 
 
 def batch_bytes(config: Config) -> int:
-    return config.buffer.groups_per_step * group_bytes(config)
+    """The least capacity: room for a batch, and for all that may be used again."""
+    buffer = config.buffer
+    groups = batches_held(buffer) * fresh_groups(buffer.groups_per_step, buffer.reuse)
+    return groups * group_bytes(config)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

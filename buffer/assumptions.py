@@ -101,7 +101,7 @@ def world_from(options: argparse.Namespace) -> World:
         draw_timeout_s=config.run.draw_timeout,
     )
     rules = rules_from_config(config)
-    if rules.steps * rules.groups_per_step * rules.group_size > EACH_SAMPLE_UP_TO:
+    if rules.steps * rules.fresh_groups * rules.group_size > EACH_SAMPLE_UP_TO:
         scenario = scenario._replace(whole_groups=True)
         notes.append("a group's samples end together, as one event, for there are too many to follow each")
     return World(config, rules, scenario, measured, tuple(notes))

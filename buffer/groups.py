@@ -21,12 +21,14 @@ from types import MappingProxyType
 from typing import Literal
 
 from async_rl.version import is_stale
-from async_rl.wire.messages import BatchGroup, Progress
+from async_rl.wire.messages import BatchGroup, Outcome, Progress
 from buffer.admission import TicketQueue
 from buffer.capacity import Credit
 from buffer.leases import Held, LeaseRecord, train_instance
 from buffer.ledger import TRAINING, Ledger, mask_of, members
+from buffer.newest import NewestFirst
 from buffer.order import Order
+from buffer.reuse import SHORT, Pool, lent_again
 from buffer.rules import OnShortGroup, Rules, ZeroVariance
 
 Verdict = Literal["incomplete", "ready", "zero_variance", "short_group"]
@@ -101,8 +103,9 @@ class Groups:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self.ledger = Ledger(TRAINING)
-        self.queue = TicketQueue(rules.steps * rules.groups_per_step)
-        self.order = Order(rules.groups_per_step, rules.window)
+        self.queue = TicketQueue(rules.steps * rules.fresh_groups)
+        self.order = order_of(rules)
+        self.pool = Pool(rules.run_seed, rules.reuse, rules.max_staleness)
         self.credit = Credit(rules.capacity_bytes, rules.group_bytes)
         self.by_ticket: dict[int, Group] = {}
         self.exhausted = ""
@@ -111,6 +114,7 @@ class Groups:
         # What the sweep looks at, and nothing else: tickets by a version that no token of one of their leases is older
         # than, and these versions as a heap.
         self._by_age: dict[int, list[int]] = {}
+        self.emptied: list[int] = []  # tickets of which the last sweep has left nothing
         self._ages: list[int] = []
 
     # --- leasing -----------------------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ class Groups:
             group.ready, group.reserved = True, False
             group.payload_bytes = sum([held.nbytes for record in group.leases for held in record.held])
             self.credit.became_ready(group.payload_bytes)
-            self.order.ready(group.ticket)
+            self.order.ready(group.ticket, min(held.oldest for record in group.leases for held in record.held))
         elif outcome != "incomplete":
             self._renew(group, outcome)
 
@@ -228,19 +232,43 @@ class Groups:
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 
-    def draw(self) -> list[Group] | None:
-        """The next batch's groups, or None when it is not complete yet."""
+    def draw(self, version: int) -> list[Group] | None:
+        """The groups of the batch for this version, the fresh ones first, or None when it is not complete yet."""
         if not self.order.batch_ready:
             return None
         groups = [self.by_ticket[ticket] for ticket in self.order.draw()]
         self._move_held(groups, "ready", "batched")
-        self.credit.drawn(sum([group.payload_bytes for group in groups]))
-        return groups
+        self.credit.drawn(sum([group.payload_bytes for group in groups]), keep=self._rules.reuse > 1)
+        return groups + self.pool.draw(version, self._rules.groups_per_step - len(groups))
 
-    def spend(self, groups: Sequence[Group]) -> None:
-        """A confirmed batch: its tickets are spent and their payloads freed."""
-        for group in groups:
-            del self.by_ticket[group.ticket]
+    def lent_attempts(self, lent: Iterable[Group]) -> dict[int, int]:
+        """The attempts of a batch that is lent: a mask of samples for each lease."""
+        masks: dict[int, int] = {}
+        for group in lent:
+            if self.pool.uses(group.ticket):
+                masks |= lent_again(group)
+            else:
+                masks |= {record.lease: record.batched for record in group.leases}
+        return masks
+
+    def confirm(self, lent: Sequence[Group], outcomes: Mapping[Outcome, Mapping[int, int]], version: int) -> None:
+        """A batch is confirmed, and the next one is of `version`. Its tickets are spent; their payloads are freed, or
+        kept as long as they may be used again. What trained before stays trained: only its reuse is counted."""
+        again = {record.lease for group in lent if self.pool.uses(group.ticket) for record in group.leases}
+        accounts = {record.lease: record for group in lent for record in group.leases}
+        for outcome, attempts in outcomes.items():
+            end = "trained" if outcome == "trained" else f"dropped.{outcome}"
+            for number, samples in attempts.items():
+                if number in again:
+                    self.pool.count(outcome, samples.bit_count())
+                else:
+                    self.ledger.move(accounts[number], samples, "batched", end)
+        for group in lent:
+            self.by_ticket.pop(group.ticket, None)
+        if self._rules.reuse > 1:
+            self.pool.counts[SHORT] += len(lent) < self._rules.groups_per_step
+            for group in self.pool.confirmed(lent, outcomes.get("trained", {}), version):
+                self.credit.released(group.payload_bytes)
 
     # --- age ---------------------------------------------------------------------------------------------------------
 
@@ -257,14 +285,18 @@ class Groups:
         (the trainer enforces the bound); with K_a as configured admission leaves nothing to sweep. Costs what it
         drops, and a look at each ticket whose age has come."""
         reopened: list[int] = []
+        self.emptied = []
         while self._ages and self._is_stale(version, self._ages[0]):
             for ticket in self._by_age.pop(heapq.heappop(self._ages)):
                 group = self.by_ticket.get(ticket)
                 if group is None or not group.leases:
                     continue  # spent, or about to begin again
                 was_ready = group.ready
-                if self._drop_stale(group, version) and was_ready:
-                    reopened.append(ticket)
+                if self._drop_stale(group, version):
+                    if was_ready:
+                        reopened.append(ticket)
+                    if not any(record.held for record in group.leases):
+                        self.emptied.append(ticket)
         if reopened:
             self.order.reopened(reopened)
 
@@ -301,7 +333,8 @@ class Groups:
             group.begin(group.try_, group.instance, self._rules.group_size)
             group.reserved = False
         self.queue.close()
-        self.order = Order(self._rules.groups_per_step, self._rules.window)
+        self.order = order_of(self._rules)
+        self.pool.close()
         self.credit = Credit(self._rules.capacity_bytes, self._rules.group_bytes)
 
     def open_tickets(self) -> dict[int, int]:
@@ -311,8 +344,12 @@ class Groups:
     def adopt(self, rules: Rules) -> None:
         """Go on by other rules; those that tickets were made by are the same."""
         self._rules = rules
-        self.queue.total = max(rules.steps * rules.groups_per_step, self.queue.next_ticket)
+        self.queue.total = max(rules.steps * rules.fresh_groups, self.queue.next_ticket)
         self.credit.adopt(rules.capacity_bytes, rules.group_bytes)
+
+    def unspent(self) -> list[int]:
+        """Tickets whose payloads somebody may still ask for: not in a confirmed batch yet, or to be used again."""
+        return [*self.by_ticket, *self.pool.tickets]
 
     def fits(self, progress: Progress) -> bool:
         """Whether this could be the progress of a run."""
@@ -322,6 +359,7 @@ class Groups:
     def resume(self, progress: Progress, now: float) -> None:
         """Take up a checkpoint's tickets and totals; what was open is sampled anew."""
         self.ledger.resume(progress.ledger)
+        self.pool.counts.update(progress.reused)
         self.queue.next_ticket = progress.next_ticket
         for ticket in sorted(progress.open_tickets):
             self._make(ticket, progress.open_tickets[ticket], now)
@@ -329,9 +367,13 @@ class Groups:
         self.order.resume_at(progress.next_ticket)
 
 
-def batch_group(group: Group, good: Sequence[Held], now: float) -> BatchGroup:
-    """How a group that is lent at `now` with these attempts is named to the trainer."""
+def order_of(rules: Rules) -> Order:
+    return NewestFirst(rules.fresh_groups) if rules.newest_first else Order(rules.fresh_groups, rules.window)
+
+
+def batch_group(group: Group, good: Sequence[Held], now: float, uses: int) -> BatchGroup:
+    """How a group that is lent at `now` with these attempts, for the (uses + 1)-th time, is named to the trainer."""
     return BatchGroup(
         group.ticket, group.try_, group.instance, len(good), tuple([held.arrived for held in good]),
-        tuple([now - held.since for held in good]), now - group.leased_at,
+        tuple([now - held.since for held in good]), now - group.leased_at, uses,
     )  # fmt: skip

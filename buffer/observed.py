@@ -96,6 +96,7 @@ class Observed:
             mismatch_count=replay.quarantine.measured_count,
             quarantined=replay.nodes.quarantined,
             returned=replay.nodes.returned,
+            reused=replay.reused,
         )
 
     def reading(self, replay: Replay, nodes: Iterable[str], trainer: str, server: Server) -> Reading:

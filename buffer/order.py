@@ -68,7 +68,8 @@ class Order:
     def ready_groups(self) -> int:
         return len(self._passed) + len(self._overtaking) + self._beyond
 
-    def ready(self, ticket: int) -> None:
+    def ready(self, ticket: int, oldest_version: int = 0) -> None:
+        """The group of a ticket is complete; how old its tokens are is nothing to an order by ticket."""
         place = ticket - self._oldest
         assert self._states[place] == UNSETTLED
         if place >= self.window:

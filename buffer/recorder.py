@@ -74,14 +74,20 @@ class State:
     def apply(self, event: AnyEvent, now: float) -> list[Effect]:
         before = self.replay.confirmed_batches
         confirms = isinstance(event, BatchConfirmed)
-        lent = [group.ticket for group in self.replay.lent or ()] if confirms else ()
+        wanted = self._asked_for() if confirms else set()
         effects = self.replay.apply(event, now)
         if confirms and self.replay.confirmed_batches > before:
-            self.retention.confirmed(lent, self.replay.confirmed_batches)
+            groups = self.replay.groups
+            gone = wanted.difference(groups.pool.tickets).union(groups.emptied)
+            self.retention.confirmed(gone, self.replay.confirmed_batches)
         return effects
 
+    def _asked_for(self) -> set[int]:
+        """Tickets that a confirmation may spend for good: those of the batch, and what else would be used again."""
+        return {group.ticket for group in self.replay.lent or ()} | self.replay.groups.pool.tickets
+
     def segment_closed(self, number: int) -> None:
-        self.retention.closed(number, self.replay.groups.by_ticket, self.replay.confirmed_batches)
+        self.retention.closed(number, self.replay.groups.unspent(), self.replay.confirmed_batches)
 
 
 class Playback:

@@ -102,6 +102,11 @@ class Replay:
         return self.evaluations.ledger.counts()
 
     @property
+    def reused(self) -> dict[str, int]:
+        """What was lent again and confirmed, beside the ledger, and how many batches were smaller: see buffer.reuse."""
+        return dict(self.groups.pool.counts)
+
+    @property
     def outside(self) -> dict[str, int]:
         """What changed nothing, by kind: late, unknown_attempt, wrong_node, unknown_node, unregistered_policy,
         repeated_confirm."""
@@ -121,6 +126,10 @@ class Replay:
         return self.groups.credit.ready_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        return self.groups.credit.kept_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         return self.groups.credit.reserved_bytes
 
@@ -136,6 +145,7 @@ class Replay:
             next_lease=self.leases.next_lease,
             ledger=self.ledger,
             eval_ledger=self.eval_ledger,
+            reused=self.reused,
         )
 
     def waiting(self, now: float) -> str:
@@ -344,11 +354,11 @@ class Replay:
         rules, groups, queue, nodes = self.rules, self.groups, self.groups.queue, self.nodes
         while (version := nodes.newest_waiting()) is not None:
             ticket = queue.lowest()
-            if ticket is None or not may_lease(ticket, version, rules.lead, rules.groups_per_step):
+            if ticket is None or not may_lease(ticket, version, rules.lead, rules.fresh_groups):
                 return
             if not groups.has_credit(ticket):
                 return
-            under = least_version(ticket, rules.lead, rules.groups_per_step) if rules.deterministic else version
+            under = least_version(ticket, rules.lead, rules.fresh_groups) if rules.deterministic else version
             node = nodes.first_waiting(version)
             group = groups.take_lowest(now)
             lease = self.leases.grant(node, ticket, under, now)
@@ -428,12 +438,14 @@ class Replay:
     def _lend(self, now: float, effects: list[Effect]) -> None:
         """Serve the remembered draw: the batch lent already, unchanged, else the next one when it is complete."""
         if self.lent is None:
-            self.lent = self.groups.draw()
+            self.lent = self.groups.draw(self.confirmed_batches)
         if self.lent is not None:
             self.draw_pending = False
             good = [list(group.good.values()) for group in self.lent]
             payloads = tuple([held.payload for each in good for held in each])
-            lent = tuple([batch_group(group, each, now) for group, each in zip(self.lent, good, strict=True)])
+            uses = self.groups.pool.uses
+            pairs = zip(self.lent, good, strict=True)
+            lent = tuple([batch_group(group, each, now, uses(group.ticket)) for group, each in pairs])
             effects.append(LendBatch(self.confirmed_batches, self.confirmed_batches, lent, payloads))
 
     def _batch_confirmed(self, event: BatchConfirmed, now: float, effects: list[Effect]) -> None:
@@ -444,17 +456,11 @@ class Replay:
             lent = "none is lent" if self.lent is None else f"batch {self.confirmed_batches} is lent"
             self.end(f"the trainer confirms batch {event.batch}, but {lent}", effects)
             return
-        accounts = {account.lease: account for group in self.lent for account in group.leases}
-        lent_attempts = {number: account.batched for number, account in accounts.items()}
-        problem, outcomes = sort_dispositions(event.dispositions, lent_attempts)
+        problem, outcomes = sort_dispositions(event.dispositions, self.groups.lent_attempts(self.lent))
         if problem:
             self.end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
             return
-        for outcome, attempts in outcomes.items():
-            end = "trained" if outcome == "trained" else f"dropped.{outcome}"
-            for number, samples in attempts.items():
-                self.groups.ledger.move(accounts[number], samples, "batched", end)
-        self.groups.spend(self.lent)
+        self.groups.confirm(self.lent, outcomes, self.confirmed_batches + 1)
         self.lent = None
         self.confirmed_batches += 1
         self.groups.sweep(self.confirmed_batches)

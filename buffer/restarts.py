@@ -23,7 +23,10 @@ from buffer.rules import Rules
 if TYPE_CHECKING:
     from buffer.replay import Replay
 
-FIXED = ("run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling", "deterministic")
+FIXED = (
+    "run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling", "deterministic",
+    "newest_first", "reuse",
+)  # fmt: skip
 """Rules that tickets which exist already were made by."""
 
 
@@ -70,10 +73,10 @@ def resumed(replay: Replay, event: Resumed, now: float, effects: list[Effect]) -
     spent = progress.next_ticket - len(progress.open_tickets)
     if replay.leases.next_lease or replay.confirmed_batches:
         replay.end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
-    elif spent != progress.confirmed_batches * rules.groups_per_step:
+    elif spent != progress.confirmed_batches * rules.fresh_groups:
         replay.end(
             f"the checkpoint has {spent} spent tickets after {progress.confirmed_batches} batches, but "
-            f"buffer.groups_per_step is {rules.groups_per_step}: it belongs to another configuration",
+            f"each takes {rules.fresh_groups} (by buffer.groups_per_step and reuse): it is another configuration's",
             effects,
         )
     elif not (replay.groups.fits(progress) and replay.evaluations.ledger.fits(progress.eval_ledger)):

@@ -3,7 +3,9 @@
 A payload is needed until its group's batch is covered by a checkpoint: before the batch is lent it waits here, and
 after that a trainer which starts again from an older checkpoint is lent the same batch once more. So a closed segment
 goes when every ticket that was unspent when it was closed has been spent since, and a checkpoint covers the batches
-confirmed until then. Segments go from the oldest on: the state that the next one begins with takes their place.
+confirmed until then. With reuse (buffer.reuse) a ticket counts as unspent until its group can be used no more,
+and one whose attempts were all dropped as too old counts anew from what is sampled for it next.
+Segments go from the oldest on: the state that the next one begins with takes their place.
 
 A pure state machine; the recovery plays it through like the rules themselves.
 """
@@ -35,7 +37,7 @@ class Retention:
         self._closed.append(_Closed(number, set(unspent), confirmed))
 
     def confirmed(self, spent: Iterable[int], confirmed: int) -> None:
-        """A batch was confirmed, the `confirmed`-th, and spent these tickets."""
+        """A batch was confirmed, the `confirmed`-th, and spent these tickets, or left nothing of them."""
         gone = set(spent)
         for segment in self._closed:
             if segment.tickets:

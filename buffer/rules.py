@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from async_rl.config import Config, group_bytes, lead
+from async_rl.buffer_config import fresh_groups, lead
+from async_rl.config import Config, group_bytes
 from async_rl.wire.messages import SamplingParams
 
 OnShortGroup = Literal["retry", "drop", "accept"]
@@ -15,11 +16,12 @@ ENDLESS = 1 << 40  # tickets of a window in which any may overtake any other
 
 
 class Rules(NamedTuple):
-    """One run's numbers: B = groups_per_step, G = group_size, K = max_staleness, K_a = lead, W = window.
+    """One run's numbers: B = groups_per_step, G = group_size, K = max_staleness, K_a = lead, W = window, R = reuse,
+    F = fresh_groups.
 
-    There is no separate name for the order: `fifo` is a window of 1, and where stale data is not waited for, the window
-    is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped). Times are in
-    seconds."""
+    There is no separate name for the order. `fifo` is a window of 1; where stale data is not waited for, the window
+    is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped); `fresh` is
+    `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). Times are in seconds."""
 
     run_seed: int
     steps: int
@@ -39,6 +41,13 @@ class Rules(NamedTuple):
     quarantine_limit: float = 30.0
     on_stale: OnStale = "wait"
     deterministic: bool = False
+    newest_first: bool = False
+    reuse: int = 1
+
+    @property
+    def fresh_groups(self) -> int:
+        """F: the new groups of a batch; tickets are counted in these."""
+        return fresh_groups(self.groups_per_step, self.reuse)
 
 
 def rules_from_config(config: Config) -> Rules:
@@ -50,7 +59,7 @@ def rules_from_config(config: Config) -> Rules:
         groups_per_step=buffer.groups_per_step,
         group_size=buffer.group_size,
         max_staleness=buffer.max_staleness,
-        lead=lead(config),
+        lead=lead(buffer),
         window=ENDLESS if buffer.on_stale != "wait" else 1 if buffer.order == "fifo" else buffer.window,
         on_short_group=buffer.on_short_group,
         zero_variance=buffer.zero_variance,
@@ -63,4 +72,6 @@ def rules_from_config(config: Config) -> Rules:
         quarantine_limit=buffer.quarantine_limit,
         on_stale=buffer.on_stale,
         deterministic=config.run.deterministic,
+        newest_first=buffer.order == "fresh",
+        reuse=buffer.reuse,
     )

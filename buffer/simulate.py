@@ -46,7 +46,8 @@ TICKS_PER_TIMEOUT = 4  # how often deadlines are looked at, for each lease time-
 class SimulationResult(NamedTuple):
     """`steps` confirmed in `seconds`; `error` is empty unless the run ended early, and says why. Staleness is counted
     per token lent to the trainer. Idle fractions are of the trainer's time, and of the live nodes'. Token counts are of
-    training samples; `sampled_tokens` includes those that came to nothing."""
+    training samples; `sampled_tokens` includes those that came to nothing, `trained_tokens` has each once however often
+    it trains (`reused`: see buffer.reuse)."""
 
     steps: int
     seconds: float
@@ -63,6 +64,7 @@ class SimulationResult(NamedTuple):
     sampled_tokens: float
     trained_tokens: int
     log: tuple[StepRecord, ...]
+    reused: dict[str, int]
 
     @property
     def max_staleness(self) -> int:
@@ -171,8 +173,9 @@ class Simulation:
             max_buffered_bytes=self._max_bytes,
             events=self._events,
             sampled_tokens=self._sampled - self._eval_tokens,
-            trained_tokens=sum(record.tokens for record in trainer.log),
+            trained_tokens=trainer.trained_tokens,
             log=tuple(trainer.log),
+            reused=replay.reused,
         )
 
     # --- the clock, and the way into the rules -----------------------------------------------------------------------
@@ -187,7 +190,7 @@ class Simulation:
         if self._check is not None:
             self._check(self.replay, self.now)
         if effects:
-            self._max_bytes = max(self._max_bytes, self.replay.ready_bytes + self.replay.reserved_bytes)
+            self._max_bytes = max(self._max_bytes, self.replay.groups.credit.held_bytes)
             for effect in effects:
                 self._carry_out(effect)
 

@@ -30,19 +30,21 @@ from buffer import (
     handover,
     leases,
     ledger,
+    newest,
     nodes,
     order,
     proofs,
     quarantine,
     replay,
+    reuse,
     rules,
 )  # fmt: skip
 
-SNAPSHOT_SCHEMA = 2
+SNAPSHOT_SCHEMA = 3
 
 MODULES: tuple[ModuleType, ...] = (
-    version, proof, messages, admission, capacity, evaluation, events, groups, handover, leases, ledger, nodes, order,
-    proofs, quarantine, replay,
+    version, proof, messages, admission, capacity, evaluation, events, groups, handover, leases, ledger, newest, nodes,
+    order, proofs, quarantine, replay, reuse,
 )  # fmt: skip
 CLASSES: Mapping[str, type] = {
     f"{module.__name__}.{name}": kind

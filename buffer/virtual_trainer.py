@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 
 from async_rl.version import PolicyId, staleness
-from async_rl.wire.messages import Disposition, SamplingParams
+from async_rl.wire.messages import BatchGroup, Disposition, SamplingParams
 from buffer.events import AnyEvent, BatchConfirmed, DrawRequested, EvalRequested, LendBatch, PolicyRegistered
 from buffer.scenario import Scenario, numbers
 from buffer.virtual_results import Payload
@@ -41,7 +41,8 @@ class StepRecord(NamedTuple):
 
 class VirtualTrainer:
     """`start` publishes version 0 and draws; `train` takes a batch that was lent, `done` says that the last step is
-    over. `staleness` counts tokens by age, `served` are the policies by version."""
+    over. `staleness` counts tokens by age, `served` are the policies by version, `trained_tokens` are those of
+    groups that were lent for the first time."""
 
     def __init__(
         self, steps: int, scenario: Scenario, world: World, chance: Iterator[float], rng: np.random.Generator
@@ -50,6 +51,7 @@ class VirtualTrainer:
         self.served: list[PolicyId] = []
         self.staleness: Counter[int] = Counter()
         self.log: list[StepRecord] = []
+        self.trained_tokens = 0
         self.drawn_at = 0.0
         self._draw_wait_s = 0.0
         self._steps = steps
@@ -81,6 +83,7 @@ class VirtualTrainer:
         payloads = cast(Sequence[Payload], batch.payloads)
         dispositions = tuple([Disposition(payload.lease, payload.sample, outcome) for payload in payloads])
         tokens, age_tokens = self._count(batch.for_version, payloads)
+        self.trained_tokens += _first_time(batch.groups, payloads)
         seconds = max(0.0, next(self._step_s) + self._speed.token_s * tokens) / self._speed.workers
         self._world.at(seconds, self._confirm, batch, dispositions, skipped, tokens, age_tokens)
 
@@ -121,3 +124,9 @@ class VirtualTrainer:
         self.done = version == self._steps
         if not self.done:
             self._draw()
+
+
+def _first_time(groups: Sequence[BatchGroup], payloads: Sequence[Payload]) -> int:
+    """Tokens of the groups that were not trained before."""
+    new = [group.uses == 0 for group in groups for _ in range(group.size)]
+    return sum([run.count for payload, is_new in zip(payloads, new, strict=True) if is_new for run in payload.versions])

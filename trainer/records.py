@@ -26,27 +26,39 @@ def batch_record(batch: TrainingBatch) -> Record:
     """Rewards, ages and journeys of the attempts of a batch."""
     ages = batch.ages
     oldest = int(ages.max(initial=0))
+    trained_lengths = _trained_lengths(batch)
     return {
         "reward": float(batch.rewards.mean()) if len(batch.rewards) else None,
         "staleness_max": oldest,
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness_tokens": np.bincount(ages, minlength=oldest + 1).tolist(),
         "trained": len(batch.rewards),
+        "reused": len(batch.rewards) - sum(trained_lengths.values()),
         "dropped": len(batch.dispositions) - len(batch.rewards),
         "nodes": batch.nodes,
-        "trained_lengths": _trained_lengths(batch),
+        "trained_lengths": trained_lengths,
         "batch_tokens": batch.tokens,
         "data": data_digest(batch.groups, batch.trajectories),
-        **_journey(batch.for_version, batch.groups, batch.trajectories),
+        **_journey(batch),
     }
 
 
 def _trained_lengths(batch: TrainingBatch) -> dict[str, int]:
-    """Sampled tokens of the attempts that train, masked ones included (async_rl.run.lengths)."""
+    """Sampled tokens of the attempts that train for the first time, masked ones included (async_rl.run.lengths)."""
     outcomes = [disposition.outcome for disposition in batch.dispositions]
-    trained = [one for one, outcome in zip(batch.trajectories, outcomes, strict=True) if outcome == "trained"]
+    fresh = _is_fresh(batch.groups)
+    trained = [
+        one
+        for one, outcome, new in zip(batch.trajectories, outcomes, fresh, strict=True)
+        if new and outcome == "trained"
+    ]
     lengths = histogram(sum(run.count for run in one.versions) for one in trained)
     return {str(length): count for length, count in sorted(lengths.items())}
+
+
+def _is_fresh(groups: Sequence[BatchGroup]) -> list[bool]:
+    """For each attempt of a batch, whether it is lent for the first time."""
+    return [group.uses == 0 for group in groups for _ in range(group.size)]
 
 
 def data_digest(groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> str:
@@ -61,13 +73,17 @@ def data_digest(groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]
     return digest.hexdigest()[:32]
 
 
-def _journey(for_version: int, groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> Record:
-    """How the attempts of a batch spent their time and their age until they were lent.
+def _journey(batch: TrainingBatch) -> Record:
+    """How the attempts that a batch trains for the first time spent their time and their age until they were lent.
 
     Means in seconds over attempts: `queued_s` for a slot, `sampling_s`, `scoring_s` on the node, `held_s` in the
     buffer; `rollout_s` from the batch's first lease to its last accepted result. `in_flight_ages` and `in_queue_ages`
     count attempts by the versions that passed between their oldest token and their arrival at the buffer, and between
     arrival and the draw: the two add up to an attempt's staleness."""
+    for_version = batch.for_version
+    groups = [group for group in batch.groups if not group.uses]
+    fresh = _is_fresh(batch.groups)
+    trajectories = [one for one, new in zip(batch.trajectories, fresh, strict=True) if new]
     arrived = [version for group in groups for version in group.arrived]
     held = [seconds for group in groups for seconds in group.held_s]
     if not trajectories or len(arrived) != len(trajectories):
@@ -155,6 +171,7 @@ def pools_record(status: Status, pushes_before: int, mismatches_before: int = 0)
         ],
         "quarantined": status.quarantined,
         "returned": status.returned,
+        "reused": status.reused,
         "nodes": [
             {
                 "name": node.name,

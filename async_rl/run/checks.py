@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from async_rl.config import Config, ConfigError, keys_folder, lead
+from async_rl.buffer_config import fresh_groups, lead
+from async_rl.config import Config, ConfigError, keys_folder
 from async_rl.errors import AsyncRLError
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
@@ -86,7 +87,9 @@ def dry_run_table(config: Config, model: str) -> Table:
     """What would run: pools, endpoints, batch, bound, tickets."""
     buffer, inference, trainer, algorithm = config.buffer, config.inference, config.trainer, config.algorithm
     attempts = buffer.groups_per_step * buffer.group_size
-    tickets = config.run.steps * buffer.groups_per_step
+    fresh = fresh_groups(buffer.groups_per_step, buffer.reuse)
+    tickets = config.run.steps * fresh
+    again = f", {fresh} of them new, each trained up to {buffer.reuse} times" if buffer.reuse > 1 else ""
     treatment: str = algorithm.treatment
     if treatment != "uncorrected":
         bounds = f"at {algorithm.ratio_high:g}"
@@ -113,8 +116,8 @@ def dry_run_table(config: Config, model: str) -> Table:
             f"{trainer.kind} on {trainer.backend}, rank {trainer.rank}, learning rate {trainer.learning_rate:g}",
         ),
         ("algorithm", f"{algorithm.advantage}, {algorithm.surrogate}, {treatment}"),
-        ("batch", f"{buffer.groups_per_step} groups × {buffer.group_size} = {attempts} attempts"),
-        ("bound", f"{buffer.max_staleness} versions; tickets up to {lead(config)} versions ahead of a node's own"),
+        ("batch", f"{buffer.groups_per_step} groups × {buffer.group_size} = {attempts} attempts{again}"),
+        ("bound", f"{buffer.max_staleness} versions; tickets up to {lead(buffer)} versions ahead of a node's own"),
         ("tickets", f"0 … {tickets - 1:,} ({tickets * buffer.group_size:,} attempts)"),
         ("evaluation", evaluation),
         ("metrics", ", ".join(["metrics.jsonl", *_listeners(config)])),

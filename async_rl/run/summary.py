@@ -58,6 +58,7 @@ def build_summary(
         "ledger": ledger,
         "ledger_balances": ledger_balances(ledger) if ledger else None,
         **_what_stale_data_cost(steps, status),
+        "reused": dict(status.reused) if status else None,
         "handovers": dict(status.handovers) if status else None,
         "eval_ledger": dict(status.eval_ledger) if status else None,
         "outside": dict(status.outside) if status else None,

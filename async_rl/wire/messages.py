@@ -232,7 +232,7 @@ class TakeOver(Message, frozen=True, array_like=True, tag=True):
 class Progress(msgspec.Struct, frozen=True):
     """What a checkpoint keeps of the buffer, for the case that its journal is lost: tickets below `next_ticket` that
     are not in `open_tickets` are spent; `open_tickets` maps the others to their try. Undrawn tickets are leased
-    again."""
+    again. `reused` are the counts beside the ledger (buffer.reuse)."""
 
     next_ticket: Count
     open_tickets: dict[Count, Count]
@@ -240,6 +240,7 @@ class Progress(msgspec.Struct, frozen=True):
     next_lease: Count
     ledger: dict[Label, Count]
     eval_ledger: dict[Label, Count]
+    reused: dict[Label, Count] = {}
 
 
 class TrainerReady(Message, frozen=True, array_like=True, tag=True):
@@ -272,7 +273,8 @@ class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
     """A group of a batch: its ticket, and how many of the trajectories that follow are its own. For each of these, in
     order: how many batches were confirmed when it arrived here (the trainer's version then: what it aged before that
     it aged in flight, the rest in the queue), and for how many seconds it lay here until it was lent. `leased_s` is how
-    long ago, at lending, the first lease of the ticket was granted."""
+    long ago, at lending, the first lease of the ticket was granted. `uses` is how many batches before this one it was
+    trained in: 0 for a fresh group."""
 
     ticket: int
     try_: int
@@ -281,6 +283,7 @@ class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
     arrived: tuple[int, ...] = ()
     held_s: tuple[float, ...] = ()
     leased_s: float = 0.0
+    uses: int = 0
 
 
 class Batch(Message, frozen=True, array_like=True, tag=True):
@@ -382,7 +385,7 @@ class Status(Message, frozen=True, tag=True):
     """The buffer's view of the run. Times are seconds on the buffer's monotonic clock; push latencies run from the
     trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all.
     `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how often a node was set aside, and
-    came back."""
+    came back. `reused` is what was lent again, by outcome, and how many batches were smaller for want of it."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
@@ -406,6 +409,7 @@ class Status(Message, frozen=True, tag=True):
     mismatch_count: int = 0
     quarantined: int = 0
     returned: int = 0
+    reused: dict[str, int] = {}
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):

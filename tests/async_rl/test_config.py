@@ -6,11 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import tomli_w
-from hypothesis import given
-from hypothesis import strategies as st
 
 from async_rl.config import (
     Config,
@@ -20,7 +17,6 @@ from async_rl.config import (
     check_config,
     config_from_table,
     config_table,
-    lead,
     load_config,
     shipped_configs,
 )
@@ -99,11 +95,6 @@ def test_a_wrong_value_names_the_file_and_the_key(sections: dict[str, Any], plac
 BROKEN = {
     "[task] needs a key `kind`": {"task": {}},
     "[model] needs `path`": {"model": {}},
-    'window has no meaning with order = "fifo"': {"buffer": {"window": 2}},
-    "may delay a ticket by 5 batches, more than max_staleness = 4": {
-        "buffer": {"order": "windowed", "groups_per_step": 2, "window": 10}
-    },
-    'order = "windowed" has no meaning with on_stale = "drop"': {"buffer": {"order": "windowed", "on_stale": "drop"}},
     "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
     "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
     "true needs other settings: add --set buffer.order=fifo --set inference.handover=discard --set inference.co": {
@@ -116,8 +107,6 @@ BROKEN = {
 # Each as near as one can come to the rule above it without breaking it.
 WHOLE = [
     {"model": {"tiny": {}}},
-    {"buffer": {"order": "windowed", "groups_per_step": 2, "window": 9}},
-    {"buffer": {"order": "windowed", "on_stale": "wait"}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 2, "in_flight": "continue"}},
     {"inference": {"max_resident": 2}},
@@ -149,24 +138,6 @@ def test_a_batch_of_the_default_settings_takes_what_the_message_says() -> None:
 @pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_pass_by_name(name: str) -> None:
     assert load_config(name).run.name == name
-
-
-@given(st.integers(0, 8), st.integers(1, 8), st.integers(1, 40))
-def test_a_window_costs_lead_so_that_its_last_ticket_keeps_the_bound(bound: int, batch: int, window: int) -> None:
-    buffer = {"max_staleness": bound, "groups_per_step": batch, "window": window, "order": "windowed"}
-    config = msgspec.convert({"buffer": buffer}, Config)
-    # Ticket n may be leased to a node at version v if n < (v + 1 + lead)·B; overtaken by the window - 1 tickets behind
-    # it, it trains in batch (n + window - 1) // B at the latest.
-    for version in range(3):
-        newest = (version + 1 + lead(config)) * batch - 1
-        trains_at = (newest + window - 1) // batch
-        assert trains_at - version <= bound
-    # And no lead is given away: with one more, the newest ticket of version 0 would break the bound.
-    assert ((1 + lead(config) + 1) * batch - 1 + window - 1) // batch > bound
-
-
-def test_in_order_the_lead_is_the_whole_bound() -> None:
-    assert lead(made(buffer={"max_staleness": 3})) == 3
 
 
 # --- files and overrides ---------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def small_rules(**changes: Any) -> Rules:
         **changes,
     }
     overtaking = math.ceil((values["window"] - 1) / values["groups_per_step"])
-    values.setdefault("lead", values["max_staleness"] - overtaking)
+    values.setdefault("lead", values["max_staleness"] - overtaking - (values.get("reuse", 1) - 1))
     return Rules(**values)
 
 
@@ -62,7 +62,7 @@ def audit(replay: Replay) -> None:
     """Recount everything that is counted as it goes, and state what may never be."""
     rules, ledger = replay.rules, replay.ledger
     groups = replay.groups.by_ticket
-    lent = {group.ticket for group in replay.lent or ()}
+    lent = {group.ticket for group in replay.lent or () if not replay.groups.pool.uses(group.ticket)}
     training = [lease for lease in replay.leases.open.values() if lease.ticket != EVAL_TICKET]
     evaluating = [lease for lease in replay.leases.open.values() if lease.ticket == EVAL_TICKET]
 
@@ -74,6 +74,7 @@ def audit(replay: Replay) -> None:
     assert ledger["batched"] == sum(len(groups[ticket].good) for ticket in lent)
     assert ledger["ready"] == sum(len(group.good) for group in groups.values() if group.ticket not in lent)
 
+    may_be_used_again(replay, lent)
     if not replay.ended:
         for group in groups.values():
             assert len(group.missing) + group.out + len(group.good) + len(group.failed) == rules.group_size
@@ -98,16 +99,33 @@ def audit(replay: Replay) -> None:
         assert evaluating_on[node.name] <= max(1, int(node.slots * rules.eval_share))
 
 
+def may_be_used_again(replay: Replay, lent: set[int]) -> None:
+    """The groups that may train once more: none too old or used up, no more than was promised, all with room."""
+    rules, pool, groups = replay.rules, replay.groups.pool, replay.groups.by_ticket
+    assert not pool.tickets & groups.keys()
+    assert len(pool.tickets) <= (rules.reuse > 1) * rules.max_staleness * rules.fresh_groups
+    kept = list(pool._kept.values())
+    for each in kept:
+        assert 1 <= each.uses < rules.reuse
+        assert each.group.good
+        assert all(replay.confirmed_batches - held.oldest <= rules.max_staleness for held in each.group.good.values())
+        assert not any(record.leased or record.ready or record.batched for record in each.group.leases)
+    if not replay.ended:
+        held = [each.group.payload_bytes for each in kept]
+        held += [groups[ticket].payload_bytes for ticket in lent if rules.reuse > 1]
+        assert replay.kept_bytes == sum(held)
+
+
 def nobody_waits_for_credit(replay: Replay, oldest: int) -> None:
     """While the trainer waits, the ticket it waits for is leased, or no node that asks for work may have it. Credit
     does not come into it: whatever the capacity, this must hold after every event."""
     rules = replay.rules
     group = replay.groups.by_ticket.get(oldest)
-    if oldest >= rules.steps * rules.groups_per_step or (group is not None and not group.missing):
+    if oldest >= rules.steps * rules.fresh_groups or (group is not None and not group.missing):
         return
     for node in replay.nodes_view().values():
         if node.state == "ready" and node.wanted > node.granted and node.policy is not None:
-            first_too_far = (node.policy.version + 1 + rules.lead) * rules.groups_per_step
+            first_too_far = (node.policy.version + 1 + rules.lead) * rules.fresh_groups
             assert oldest >= first_too_far, f"{node.name} waits, the trainer waits, and ticket {oldest} is not leased"
 
 

@@ -47,8 +47,20 @@ def test_credit_counts_reservations_and_ready_bytes_against_one_capacity():
     credit.became_ready(50)
     assert (credit.reserved_bytes, credit.ready_bytes) == (100, 50)
     assert credit.admits_one_more
-    credit.drawn(50)
-    assert fits(credit.reserved_bytes, credit.ready_bytes, 150, 250)
+    credit.drawn(50, keep=False)
+    assert fits(credit.held_bytes, 150, 250)
+
+
+def test_what_may_be_used_again_counts_until_it_is_released():
+    credit = Credit(capacity_bytes=150, group_bytes=100)
+    credit.reserve()
+    credit.became_ready(60)
+    credit.drawn(60, keep=True)
+    assert (credit.ready_bytes, credit.kept_bytes, credit.held_bytes) == (0, 60, 60)
+    assert not credit.admits_one_more
+    credit.released(60)
+    assert credit.held_bytes == 0
+    assert credit.admits_one_more
 
 
 # --- ledger ----------------------------------------------------------------------------------------------------------

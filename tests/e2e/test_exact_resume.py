@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(240)]
 STEPS = 10
 SETTINGS = ["--set", f"run.steps={STEPS}", "--set", "trainer.checkpoint_every=4", "--set", "run.eval_every=4"]
 DETERMINISTIC = ["--set", "run.deterministic=true", "--set", "inference.handover=discard"]
-SAME = ("loss", "digest", "data", "reward", "trained", "dropped", "batch_tokens", "staleness_tokens", "k3")
+REPLAY = ["--set", "buffer.order=replay", "--set", "buffer.reuse=2"]
+SAME = ("loss", "digest", "data", "reward", "trained", "reused", "dropped", "batch_tokens", "staleness_tokens", "k3")
 
 
 def steps(path: Path) -> dict[int, dict]:
@@ -62,9 +63,11 @@ def trainer_of(run: Path) -> psutil.Process:
     return found
 
 
-def test_after_kill_9_of_everything_the_batches_since_the_checkpoint_are_trained_again_bit_for_bit(shell):
+@pytest.mark.parametrize("order", [[], REPLAY], ids=["fifo", "replay"])
+def test_after_kill_9_of_everything_the_batches_since_the_checkpoint_are_trained_again_bit_for_bit(shell, order):
+    """Groups that are used again included: they come out of the journal, too."""
     run = shell.folder / "killed"
-    arguments = ["run", str(shell.config), "--out", str(run), *SETTINGS]
+    arguments = ["run", str(shell.config), "--out", str(run), *SETTINGS, *order]
     process = shell.start(*arguments)
     reached_step(run, 7, process)
     kill_everything(process)
@@ -78,6 +81,7 @@ def test_after_kill_9_of_everything_the_batches_since_the_checkpoint_are_trained
     assert "resuming from version 4" in (run / "logs" / "trainer.log").read_text()
     assert {step: new[step] for step in old} == old
     assert len({record["digest"] for record in new.values()}) == STEPS
+    assert [record["reused"] > 0 for record in new.values()] == [bool(order) and step > 0 for step in range(STEPS)]
 
 
 def test_a_trainer_that_is_killed_alone_trains_again_bit_for_bit_while_the_others_go_on(shell):

@@ -22,7 +22,7 @@ def check_finished(run: Path, steps: int, bound: int) -> dict:
     assert summary["steps"] == steps
     assert open_attempts == 0
     assert ledger["issued"] == ledger["trained"] + sum(ledger["dropped"].values())
-    assert ledger["trained"] == sum(record["trained"] for record in real_runs.records(run))
+    assert ledger["trained"] == sum(record["trained"] - record["reused"] for record in real_runs.records(run))
     assert summary["staleness"]["max"] <= bound
     assert real_runs.processes_of(run) == []
     return summary
@@ -72,6 +72,44 @@ def test_every_in_flight_policy_completes_a_run_within_the_bound(shell, in_fligh
     code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", f"inference.in_flight={in_flight}")
     assert code == 0, output
     check_finished(run, steps=6, bound=4)
+
+
+def test_groups_that_teach_nothing_are_sampled_anew_and_every_batch_has_its_size(shell):
+    """Two answers to a question of which a quarter is right: most groups have equal rewards."""
+    run = shell.folder / "refill"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run), "--set", "buffer.zero_variance=refill",
+        "--set", "buffer.group_size=2", "--set", "buffer.max_tries=100",
+    )  # fmt: skip
+    assert code == 0, output
+    summary = check_finished(run, steps=6, bound=4)
+    assert [record["trained"] for record in real_runs.records(run)] == [8] * 6
+    assert {record["reward"] for record in real_runs.records(run)} == {0.5}  # one right and one wrong, in each group
+    assert summary["ledger"]["dropped"]["zero_variance"] >= summary["ledger"]["trained"] / 2
+
+
+def test_a_group_trains_in_several_batches_and_is_counted_once(shell):
+    """B = 4, R = 2: two new groups a batch, and from the second on two that trained before."""
+    run = shell.folder / "replay"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run), "--set", "buffer.order=replay", "--set", "buffer.reuse=2"
+    )
+    assert code == 0, output
+    summary = check_finished(run, steps=6, bound=4)
+    assert [record["trained"] for record in real_runs.records(run)] == [16] + [32] * 5
+    assert [record["reused"] for record in real_runs.records(run)] == [0] + [16] * 5
+    assert summary["ledger"]["trained"] == 6 * 16
+    assert summary["reused"] == {"trained": 5 * 16, "short_batches": 1}
+    assert summary["waste"] is not None
+
+
+def test_the_newest_groups_train_first_and_what_that_costs_is_told(shell):
+    run = shell.folder / "fresh"
+    code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "buffer.order=fresh")
+    assert code == 0, output
+    summary = check_finished(run, steps=6, bound=4)
+    assert summary["ledger"]["trained"] == 6 * 4 * 8
+    assert summary["waste"] is not None
 
 
 def test_pools_started_by_hand_over_tcp_outlive_a_node_that_is_killed_when_another_has_joined(shell, free_port):

@@ -61,6 +61,19 @@ def test_a_batchs_rollout_lasts_from_its_first_lease_to_its_last_arrival() -> No
     assert record["held_s"] == np.mean([2.0, 1.0, 0.25, 0.5])
 
 
+def test_a_group_that_trains_again_is_counted_as_such_and_its_journey_is_not_told_twice() -> None:
+    fresh = BatchGroup(9, 0, 7, 2, arrived=(3, 4), held_s=(2.0, 1.0), leased_s=6.0)
+    again = BatchGroup(2, 0, 8, 2, arrived=(2, 2), held_s=(50.0, 60.0), leased_s=90.0, uses=1)
+    attempts = [trajectory(1, 0, (2, 1), (3, 1)), trajectory(1, 1, (4, 3))]
+    alone = batch_record(batch((fresh,), *attempts))
+    both = batch_record(batch((fresh, again), *attempts, trajectory(2, 0, (1, 4)), trajectory(2, 1, (2, 2))))
+    assert (alone["trained"], alone["reused"]) == (2, 0)
+    assert (both["trained"], both["reused"]) == (4, 2)
+    same = ("trained_lengths", "rollout_s", "held_s", "in_flight_ages", "in_queue_ages", "length_quantiles")
+    assert {key: both[key] for key in same} == {key: alone[key] for key in same}
+    assert both["staleness_max"] == 4  # what trains again counts as old as it is now
+
+
 def test_lengths_are_kept_as_quantiles_of_sampled_tokens() -> None:
     quantiles = batch_record(two_groups())["length_quantiles"]
     assert len(quantiles) == LENGTH_QUANTILES + 1

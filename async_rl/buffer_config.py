@@ -1,0 +1,108 @@
+"""The section [buffer]: in which order what was sampled is trained, how old it may be, and what is done about the rest.
+
+`lead` and `fresh_groups` are the two numbers that follow from it and that everyone who counts tickets needs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from async_rl.schema import ConfigError, Count, PositiveFloat, PositiveInt, Section
+
+
+class BufferConfig(Section, frozen=True, kw_only=True):
+    endpoint: str = "auto"
+    store_endpoint: str = "auto"
+    keys: str = ""
+    """A folder made by `async-rl keys`: every link is encrypted, and only who is listed there comes in. Needed for
+    addresses beyond this machine."""
+    max_staleness: Count = 4
+    groups_per_step: PositiveInt = 32
+    group_size: PositiveInt = 8
+    order: Literal["fifo", "windowed", "fresh", "replay"] = "fifo"
+    """fifo: by ticket, and stragglers are waited for. windowed: a few tickets may overtake a straggler. fresh: the
+    newest groups that are ready; those that stay behind until they are too old are dropped and leased again. replay:
+    fifo, and each group may train in up to `reuse` batches."""
+    window: PositiveInt = 1
+    """With order "windowed": how many tickets the window spans."""
+    reuse: PositiveInt = 1
+    """With order "replay": in how many batches a group trains at most. A batch then needs groups_per_step / reuse new
+    groups (rounded up), and the others were trained before."""
+    on_stale: Literal["wait", "drop", "mask"] = "wait"
+    """wait: stragglers are waited for, in the order of the tickets, so that nothing becomes too old. drop: they are
+    not, and what has missed the bound is dropped and leased again. mask: the same, but of what has missed it in part
+    the fresh tokens train."""
+    on_short_group: Literal["retry", "drop", "accept"] = "retry"
+    zero_variance: Literal["keep", "refill"] = "keep"
+    """What to do with a group whose rewards are all equal: train it all the same, or drop it and lease its ticket
+    again with another instance."""
+    max_tries: PositiveInt = 8
+    capacity_bytes: PositiveInt = 256 << 20
+    heartbeat: PositiveFloat = 1.0
+    """Seconds; a peer that is silent for three is gone."""
+    lease_timeout: PositiveFloat = 600.0
+    """Seconds after which a lease is taken back from a node that lives but does not deliver."""
+    quarantine_limit: PositiveFloat = 30.0
+    """Seconds for which a run goes on while every node is quarantined: one may come back under a later policy."""
+    trainer_timeout: PositiveFloat = 300.0
+    """Seconds that a trainer which has fallen silent, or was killed, has to come back."""
+    fsync: Literal["never", "interval", "always"] = "interval"
+    """When the journal is synced to the disk. What is acknowledged survives the death of the process whatever this is;
+    with "always" also the loss of power, with "interval" all but the last second of it."""
+
+
+def fresh_groups(groups_per_step: int, reuse: int) -> int:
+    """F: how many new groups a batch of B needs, each of which trains in up to `reuse` batches."""
+    return math.ceil(groups_per_step / reuse)
+
+
+def lead(buffer: BufferConfig) -> int:
+    """K_a: how many versions ahead of a node's own version it may be given tickets (design: admission). fifo trains
+    in ticket order, so K_a = K. windowed may train a ticket up to ceil((W-1)/B) batches after its place, and replay
+    trains it again in R - 1 more, so the lead is that much smaller; negative when these cannot keep the bound. fresh
+    drops what it has passed over for too long, and so has K_a = K."""
+    return buffer.max_staleness - _delay(buffer)
+
+
+def _delay(buffer: BufferConfig) -> int:
+    """How many batches after its place a ticket may train, by the order alone."""
+    if buffer.order == "windowed":
+        return math.ceil((buffer.window - 1) / buffer.groups_per_step)
+    return buffer.reuse - 1
+
+
+def batches_held(buffer: BufferConfig) -> int:
+    """How many times the new groups of a batch the buffer must have room for: those of the next one, and with reuse
+    those of the K batches before it (buffer.reuse)."""
+    return 1 + (buffer.max_staleness if buffer.reuse > 1 else 0)
+
+
+def check_buffer(buffer: BufferConfig) -> None:
+    """Refuse what does not go together. Raises ConfigError."""
+    if buffer.order != "windowed" and buffer.window != 1:
+        raise ConfigError(
+            f'[buffer] window has no meaning with order = "{buffer.order}": remove it or set order = "windowed"'
+        )
+    if buffer.order != "replay" and buffer.reuse != 1:
+        raise ConfigError(
+            f'[buffer] reuse has no meaning with order = "{buffer.order}": remove it or set order = "replay"'
+        )
+    if buffer.order == "replay" and buffer.reuse == 1:
+        raise ConfigError('[buffer] order = "replay" with reuse = 1 is fifo: set reuse to 2 or more, or order = "fifo"')
+    if buffer.on_stale != "wait" and buffer.order != "fifo":
+        raise ConfigError(
+            f'[buffer] order = "{buffer.order}" has no meaning with on_stale = "{buffer.on_stale}", which takes what '
+            "is ready and waits for nobody: remove it"
+        )
+    if lead(buffer) < 0:
+        what = (
+            f"window = {buffer.window} with groups_per_step = {buffer.groups_per_step} may delay a ticket by"
+            if buffer.order == "windowed"
+            else f"reuse = {buffer.reuse} trains a group again in the next"
+        )
+        smaller = "window" if buffer.order == "windowed" else "reuse"
+        raise ConfigError(
+            f"[buffer] {what} {_delay(buffer)} batches, more than max_staleness = {buffer.max_staleness}: make "
+            f"{smaller} smaller or the bound larger"
+        )
