@@ -27,6 +27,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     preset: str = ""
     """A file of configs/presets, whose keys count where this section does not set its own."""
+    loss: str = ""
+    """"module:function": a loss of one's own (trainer/algorithm/custom.py) in place of surrogate, gates and weights."""
     advantage: Literal["grpo"] = "grpo"
     ratio_level: RatioLevel = "sequence"
     """What a ratio π/μ is of: the token, its attempt (the product, or their geometric mean), or those tokens of its
@@ -68,8 +70,26 @@ def check_algorithm(algorithm: AlgorithmConfig, *, group_size: int) -> None:
     if algorithm.advantage == "grpo" and group_size < 2:
         raise ConfigError('[algorithm] advantage = "grpo" compares within a group: [buffer] group_size must be ≥ 2')
     _check_ratio(algorithm)
+    if algorithm.loss:
+        _check_custom_loss(algorithm)
     _check_surrogate(algorithm)
     _check_gate(algorithm)
+
+
+REPLACED_BY_LOSS = (
+    "surrogate", "dual_clip", "proximal", "clip_low", "clip_high", "gate", "veto", "negative_mask", "age_decay",
+)  # fmt: skip
+
+
+def _check_custom_loss(algorithm: AlgorithmConfig) -> None:
+    module, _, function = algorithm.loss.partition(":")
+    if not module or not function.isidentifier():
+        raise ConfigError(f'[algorithm] loss = {algorithm.loss!r}: expected "module:function"')
+    if unused := _changed(algorithm, REPLACED_BY_LOSS):
+        raise ConfigError(
+            f"[algorithm] loss = {algorithm.loss!r} takes the place of {unused[0]}: remove one of them (ratio_level, "
+            "treatment and the bounds remain, for the metrics)"
+        )
 
 
 def _check_ratio(algorithm: AlgorithmConfig) -> None:

@@ -27,6 +27,7 @@ from async_rl.policy.adapter import write_adapter
 from async_rl.trajectory import MaskReason
 from trainer import optimizer_state
 from trainer.activation_checkpointing import checkpoint_layers
+from trainer.algorithm.custom import load_loss
 from trainer.algorithm.loss import batch_coefficients, partial_loss
 from trainer.algorithm.metrics import ratio_metrics
 from trainer.algorithm.tokens import TokenData
@@ -71,6 +72,8 @@ class TorchBackend:
         dtype: str = "float32",
         device: str = "auto",
     ) -> None:
+        if algorithm.loss:
+            load_loss(algorithm.loss)  # what cannot be imported is said before a model is loaded
         self.trainer = trainer
         self.algorithm = algorithm
         self.temperature = temperature

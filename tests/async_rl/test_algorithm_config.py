@@ -26,6 +26,8 @@ TV = {"gate": "tv", "gate_bound": 0.1}
 BROKEN = {
     "group_size must be ≥ 2": {"buffer": {"group_size": 1}},
     "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
+    "loss = 'mine': expected": {"algorithm": {"loss": "mine"}},
+    "loss = 'mine:own' takes the place of surrogate": {"algorithm": PPO | {"loss": "mine:own"}},
     "age_power = -0.5 makes bounds around 1": {"algorithm": {"ratio_low": 1.5, "age_power": -0.5}},
     "age_power = inf makes bounds around 1": {"algorithm": {"age_power": float("inf")}},
     "age_power has no meaning with": {"algorithm": {"treatment": "uncorrected", "age_power": -0.5}},
@@ -46,6 +48,7 @@ WHOLE = [
     {"buffer": {"group_size": 2}},
     {"algorithm": {"ratio_low": 2.0}},
     {"algorithm": PPO},
+    {"algorithm": {"loss": "a.b:c", "treatment": "uncorrected"}},
     {"algorithm": PPO | {"dual_clip": 1.01, "ratio_high": 1.0, "age_power": -0.5}},
     {"algorithm": {"surrogate": "topr", "treatment": "mask"}},
     {"algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.0, "clip_high": 1.0, "treatment": "uncorrected"}},

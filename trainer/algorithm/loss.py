@@ -10,6 +10,7 @@ import torch
 
 from async_rl.algorithm_config import AlgorithmConfig
 from trainer.algorithm.aggregation import AGGREGATIONS
+from trainer.algorithm.custom import load_loss
 from trainer.algorithm.keep import factor
 from trainer.algorithm.ratios import bounds, importance_ratio, importance_weight
 from trainer.algorithm.surrogates import decoupled_ppo, log_linear_proximal, policy_gradient, ppo, topr
@@ -18,6 +19,8 @@ from trainer.algorithm.tokens import TokenData
 
 def token_losses(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
     """Loss of each token [n] before aggregation, differentiable in `current` (log π_θ, [n])."""
+    if algorithm.loss:
+        return load_loss(algorithm.loss)(current, data)
     kept = factor(current, data, algorithm).to(current.dtype)
     return kept * _surrogate(current, data, algorithm)
 
