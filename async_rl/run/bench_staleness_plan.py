@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from async_rl.algorithm_config import shipped_presets
 from async_rl.errors import AsyncRLError
 from async_rl.run.bench_staleness_cells import Cell
 
 Settings = Mapping[str, Any]
+
+
+# Equal for all, whatever a preset says of them: what is compared is the correction.
+COMMON: Settings = {"algorithm.advantage": "grpo", "algorithm.aggregation": "token_mean"}
 
 
 def _parts(surrogate: str, level: str, treatment: str, low: float, high: float) -> Settings:
@@ -18,7 +24,16 @@ def _parts(surrogate: str, level: str, treatment: str, low: float, high: float) 
     return {f"algorithm.{key}": value for key, value in zip(keys, values, strict=True)}
 
 
+def _preset(name: str) -> Settings:
+    """Its keys as well as its name, so that a run says what it was even after the preset has changed."""
+    keys = tomllib.loads(shipped_presets()[name].read_text())
+    return {"algorithm.preset": name, **{f"algorithm.{key}": value for key, value in keys.items()}, **COMMON}
+
+
 UNCORRECTED = "uncorrected"
+PRESETS = (
+    "gspo", "topr", "icepop", "cispo", "dppo", "decoupled_ppo_log_linear", "deepseek_v32", "geometric_band", "age_clip"
+)  # fmt: skip
 
 CORRECTIONS: Mapping[str, Settings] = {
     UNCORRECTED: _parts("policy_gradient", "token", "uncorrected", 0.0, 2.0),
@@ -26,10 +41,12 @@ CORRECTIONS: Mapping[str, Settings] = {
     "sequence, truncated at 2": _parts("policy_gradient", "sequence", "truncate", 0.0, 2.0),
     "PPO clip, token, 0.8 to 1.28": _parts("ppo", "token", "clip", 0.8, 1.28),
     "PPO clip, sequence, 0.8 to 1.28": _parts("ppo", "sequence", "clip", 0.8, 1.28),
+    "PPO clip, mean of the answer, 0.8 to 1.28": _parts("ppo", "geometric", "clip", 0.8, 1.28),
+    **{name: _preset(name) for name in PRESETS},
 }
-"""By name: the config's keys. At lag 0 every ratio is 1, and all of them are the plain policy gradient."""
+"""By name, a preset by its own: the config's keys. At lag 0 every ratio is 1, and all are the plain policy gradient."""
 
-FEW = (UNCORRECTED, "token, truncated at 2", "sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28")
+FEW = (UNCORRECTED, "token, truncated at 2", "sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28", "gspo", "topr")
 """Those that other learning rates are tried with."""
 
 REUSED = ("sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28")
@@ -58,11 +75,10 @@ def plan(grid: Grid) -> list[Cell]:
 
 def _cells(grid: Grid) -> Iterator[Cell]:
     main, *others = grid.rates
-    far = max(grid.lags, default=0)
+    farthest = sorted(grid.lags)[-1:]
     for seed in grid.seeds:
         yield _cell(UNCORRECTED, 0, 1, main, seed)
-        for name in grid.corrections:
-            yield _cell(name, far, 1, main, seed)
+        yield from (_cell(name, lag, 1, main, seed) for lag in farthest for name in grid.corrections)
     for seed in grid.seeds:
         for reuse in grid.reuses:
             yield from (_cell(name, 0, reuse, main, seed) for name in REUSED if name in grid.corrections)
@@ -72,7 +88,8 @@ def _cells(grid: Grid) -> Iterator[Cell]:
     for rate in others:
         for seed in grid.seeds:
             yield _cell(UNCORRECTED, 0, 1, rate, seed)
-            yield from (_cell(name, far, 1, rate, seed) for name in FEW if name in grid.corrections)
+            few = [name for name in FEW if name in grid.corrections]
+            yield from (_cell(name, lag, 1, rate, seed) for lag in farthest for name in few)
 
 
 def _cell(name: str, lag: int, reuse: int, rate: float, seed: int) -> Cell:

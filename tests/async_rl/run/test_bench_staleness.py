@@ -79,6 +79,12 @@ def test_the_plan_has_every_run_once_and_the_largest_lag_of_all_corrections_firs
     assert {cell.learning_rate for cell in cells} == {5e-4, 2e-3, 1e-4}
 
 
+def test_a_plan_without_lags_has_only_what_is_on_policy_or_reused() -> None:
+    cells = plan(Grid(lags=(), seeds=(0,)))
+    assert {(cell.lag, cell.reuse) for cell in cells} == {(0, 1), (0, 2), (0, 4)}
+    assert {cell.correction for cell in cells if cell.reuse == 1} == {UNCORRECTED}
+
+
 def test_every_run_is_a_valid_config_whose_bound_is_the_age_of_its_oldest_token() -> None:
     for cell in plan(Grid(seeds=(3,))):
         config = load_config("quickstart", overrides_of(Scale(), cell))
