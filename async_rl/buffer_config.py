@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from async_rl.schema import ConfigError, Count, PositiveFloat, PositiveInt, Section
 
@@ -37,6 +39,13 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     zero_variance: Literal["keep", "refill"] = "keep"
     """What to do with a group whose rewards are all equal: train it all the same, or drop it and lease its ticket
     again with another instance."""
+    retire_above: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Task instances of which at least this part of all attempts passed, over at least `retire_after` of them, are not
+    asked again: 0.9, say. 0 is never. Needs a task with a finite set of instances, and so does difficulty."""
+    retire_after: PositiveInt = 16
+    difficulty: Literal["uniform", "weighted"] = "uniform"
+    """weighted: instances are asked in proportion to p (1 - p), p being the pass rate as far as it is known; those
+    never asked count as unknown, not as hopeless."""
     max_tries: PositiveInt = 8
     capacity_bytes: PositiveInt = 256 << 20
     heartbeat: PositiveFloat = 1.0
@@ -70,6 +79,11 @@ def _delay(buffer: BufferConfig) -> int:
     if buffer.order == "windowed":
         return math.ceil((buffer.window - 1) / buffer.groups_per_step)
     return buffer.reuse - 1
+
+
+def keeps_history(buffer: BufferConfig) -> bool:
+    """Whether what came of a task instance decides if it is asked again."""
+    return buffer.retire_above > 0 or buffer.difficulty == "weighted"
 
 
 def batches_held(buffer: BufferConfig) -> int:

@@ -190,12 +190,15 @@ def check_config(config: Config) -> None:
 
 
 def lacking_for_determinism(config: Config) -> list[str]:
-    """The settings, as `--set key=value`, without which the clock would decide what is sampled (by overtaking, policies
-    changing within a trajectory, other shapes, a step compiled some time), or fixed shapes are not shown to work."""
+    """The settings, as `--set key=value`, without which the clock would decide what is sampled (by overtaking, by what
+    has come back so far, policies changing within a trajectory, other shapes, a step compiled some time), or fixed
+    shapes are not shown to work."""
     buffer, inference = config.buffer, config.inference
     wanted = {
         "buffer.order": (buffer.order, "fifo"),
         "buffer.on_stale": (buffer.on_stale, "wait"),
+        "buffer.retire_above": (f"{buffer.retire_above:g}", "0"),
+        "buffer.difficulty": (buffer.difficulty, "uniform"),
         "inference.in_flight": (inference.in_flight, "finish"),
         "inference.handover": (inference.handover, "discard"),
         "model.dtype": (config.model.dtype, "float32"),

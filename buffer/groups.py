@@ -9,8 +9,9 @@ first one, and a retry). A group is complete when nothing is missing and nothing
 
 What a failure costs. A lost node and a cancelled lease cost nothing: same instance, same seed. A failed environment and
 a refused result cost that sample one retry: same instance (all samples of a group share it), new seed. Zero variance
-and a short group cost the ticket a try: new instance, all samples anew. A sample's retries and its ticket's tries count
-together; at `max_tries` the run ends, so that a broken task or node cannot loop for ever.
+and a short group cost the ticket a try: new instance, all samples anew; and so does an instance that was retired
+(buffer.instances) while samples of its group are missing and none is leased. A sample's retries and its ticket's tries
+count together; at `max_tries` the run ends, so that a broken task or node cannot loop for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from async_rl.version import is_stale
 from async_rl.wire.messages import BatchGroup, Outcome, Progress
 from buffer.admission import TicketQueue
 from buffer.capacity import Credit
-from buffer.leases import Held, LeaseRecord, train_instance
+from buffer.instances import Instances
+from buffer.leases import Held, LeaseRecord
 from buffer.ledger import TRAINING, Ledger, mask_of, members
 from buffer.newest import NewestFirst
 from buffer.order import Order
@@ -32,6 +34,7 @@ from buffer.reuse import SHORT, Pool, lent_again
 from buffer.rules import OnShortGroup, Rules, ZeroVariance
 
 Verdict = Literal["incomplete", "ready", "zero_variance", "short_group"]
+Renewal = Verdict | Literal["retired"]
 
 NO_RETRIES: Mapping[int, int] = MappingProxyType({})
 
@@ -105,6 +108,7 @@ class Groups:
         self.ledger = Ledger(TRAINING)
         self.queue = TicketQueue(rules.steps * rules.fresh_groups)
         self.order = order_of(rules)
+        self.instances = Instances(rules)
         self.pool = Pool(rules.run_seed, rules.reuse, rules.max_staleness)
         self.credit = Credit(rules.capacity_bytes, rules.group_bytes)
         self.by_ticket: dict[int, Group] = {}
@@ -134,6 +138,9 @@ class Groups:
         group = self.by_ticket.get(ticket)
         if group is None:
             group = self._make(ticket, 0, now)
+        elif not group.open_leases and self.instances.is_retired(group.instance):
+            self._renew(group, "retired")
+            self.queue.take()  # and the queue has it again
         if not group.reserved:
             self.credit.reserve()
             group.reserved = True
@@ -154,7 +161,7 @@ class Groups:
         return samples
 
     def _make(self, ticket: int, try_: int, now: float) -> Group:
-        group = Group(ticket, try_, train_instance(self._rules.run_seed, ticket, try_), self._rules.group_size, now)
+        group = Group(ticket, try_, self._choose(ticket, try_), self._rules.group_size, now)
         self.by_ticket[ticket] = group
         self.order.made(ticket)
         return group
@@ -213,12 +220,16 @@ class Groups:
                 f"(task instance {group.instance}, last {why}): look at the task, or raise buffer.max_tries"
             )
 
-    def _renew(self, group: Group, why: Verdict) -> None:
+    def _choose(self, ticket: int, try_: int) -> int:
+        self.exhausted = self.exhausted or self.instances.why_none()
+        return self.instances.choose(ticket, try_)
+
+    def _renew(self, group: Group, why: Renewal) -> None:
         """Drop all attempts; the ticket starts again with another instance. Its reservation stays."""
         self._move_held([group], "ready", f"dropped.{why}")
         try_ = group.try_ + 1
         self._check_tries(group, try_, why)
-        group.begin(try_, train_instance(self._rules.run_seed, group.ticket, try_), self._rules.group_size)
+        group.begin(try_, self._choose(group.ticket, try_), self._rules.group_size)
         self.queue.reopen(group.ticket)
 
     def _move_held(self, groups: Iterable[Group], start: Literal["ready", "batched"], end: str) -> None:
@@ -345,6 +356,7 @@ class Groups:
         """Go on by other rules; those that tickets were made by are the same."""
         self._rules = rules
         self.queue.total = max(rules.steps * rules.fresh_groups, self.queue.next_ticket)
+        self.instances.adopt(rules)
         self.credit.adopt(rules.capacity_bytes, rules.group_bytes)
 
     def unspent(self) -> list[int]:

@@ -19,7 +19,10 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
     "leased": (
         "ready", "dropped.stale", "dropped.cancelled", "dropped.node_lost", "dropped.env_failed", "dropped.refused",
     ),
-    "ready": ("batched", "dropped.stale", "dropped.cancelled", "dropped.zero_variance", "dropped.short_group"),
+    "ready": (
+        "batched", "dropped.stale", "dropped.cancelled", "dropped.zero_variance", "dropped.short_group",
+        "dropped.retired",
+    ),
     "batched": ("trained", "dropped.stale", "dropped.cancelled", "dropped.refused"),
 }  # fmt: skip
 EVALUATION: Mapping[str, tuple[str, ...]] = {

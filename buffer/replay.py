@@ -25,29 +25,23 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
-from async_rl.proof import CANARY
 from async_rl.version import is_stale, judged_version
 from async_rl.wire.messages import Lease, Progress, SamplingParams
-from buffer import attesting, leaving, restarts
+from buffer import attesting, drawing, leaving, restarts
 from buffer.admission import least_version, may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
     AnyEvent,
-    BatchConfirmed,
     BufferStarted,
     CancelLease,
-    DrawRequested,
     Effect,
     EndRun,
     EvalFinished,
     EvalRequested,
     GrantLease,
-    LendBatch,
-    LendRecorded,
     NodeJoined,
     NodeLost,
     NodeWanted,
-    PolicyRegistered,
     ResultArrived,
     ResultRefused,
     ResultsArrived,
@@ -55,12 +49,12 @@ from buffer.events import (
     Ticked,
     TrainerJoined,
 )
-from buffer.groups import Group, Groups, batch_group
+from buffer.groups import Group, Groups
 from buffer.handover import Handovers
 from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
-from buffer.quarantine import KEPT, Quarantine
-from buffer.results import Refusal, is_owed, only_policy, remember, sort_dispositions, why_not_owed, why_refused
+from buffer.quarantine import Quarantine
+from buffer.results import Refusal, is_owed, only_policy, why_not_owed, why_refused
 from buffer.rules import Rules, rules_from_config
 from buffer.waiting import who_waits
 
@@ -69,7 +63,7 @@ __all__ = ["Replay", "Rules", "rules_from_config"]
 
 class Replay:
     """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here, and
-    those of buffer.attesting, buffer.leaving and buffer.restarts."""
+    those of buffer.attesting, buffer.drawing, buffer.leaving and buffer.restarts."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -170,7 +164,7 @@ class Replay:
                 self._finish_evaluation(now, effects)
                 self._lease_evaluation(now, effects)
             if self.draw_pending:
-                self._lend(now, effects)
+                drawing.lend(self, now, effects)
             if self.handovers.parked:
                 leaving.move_leases(self, effects)
             self._lease_training(now, effects)
@@ -268,8 +262,10 @@ class Replay:
         fresh = not is_stale(version, lease.min_version, bound)  # then no token of the lease is
         held: list[Held] = []
         samples = stale = 0
+        instance = self.groups.by_ticket[lease.ticket].instance
         for event in results:
             versions, sample = event.versions, event.sample
+            self.groups.instances.note(instance, event.reward)
             judged = versions[0].version if len(versions) == 1 else judged_version(versions, self.rules.on_stale)
             if not fresh:
                 if is_stale(version, judged, bound):
@@ -411,60 +407,6 @@ class Replay:
                 self.cancel(lease, "the evaluation's time is over", effects)
             effects.append(self.evaluations.finish(now))
 
-    # --- the trainer -------------------------------------------------------------------------------------------------
-
-    def _policy_registered(self, event: PolicyRegistered, now: float, effects: list[Effect]) -> None:
-        self.quarantine.proofs.registered(event.policy, event.proof)
-        if event.policy.name != CANARY:
-            if self.rules.deterministic and (problem := restarts.why_not_the_same(self.published, event.policy)):
-                self.end(problem, effects)
-            remember(self.published, event.policy, self.rules.max_staleness + KEPT)
-            self.nodes.policy_registered()
-
-    def _draw_requested(self, event: DrawRequested, now: float, effects: list[Effect]) -> None:
-        if self.covered <= event.for_version < self.confirmed_batches:
-            effects.append(LendRecorded(event.for_version))
-        elif event.for_version != self.confirmed_batches:
-            self.end(
-                f"the trainer draws for version {event.for_version}, but {self.confirmed_batches} batches are "
-                "confirmed: trainer and buffer are not in the same run",
-                effects,
-            )
-        elif event.for_version >= self.rules.steps:
-            self.end(f"the trainer draws for version {event.for_version}, beyond the run's last step", effects)
-        else:
-            self.draw_pending = True
-
-    def _lend(self, now: float, effects: list[Effect]) -> None:
-        """Serve the remembered draw: the batch lent already, unchanged, else the next one when it is complete."""
-        if self.lent is None:
-            self.lent = self.groups.draw(self.confirmed_batches)
-        if self.lent is not None:
-            self.draw_pending = False
-            good = [list(group.good.values()) for group in self.lent]
-            payloads = tuple([held.payload for each in good for held in each])
-            uses = self.groups.pool.uses
-            pairs = zip(self.lent, good, strict=True)
-            lent = tuple([batch_group(group, each, now, uses(group.ticket)) for group, each in pairs])
-            effects.append(LendBatch(self.confirmed_batches, self.confirmed_batches, lent, payloads))
-
-    def _batch_confirmed(self, event: BatchConfirmed, now: float, effects: list[Effect]) -> None:
-        if event.batch < self.confirmed_batches:
-            self.outside_counts["repeated_confirm"] += 1
-            return
-        if self.lent is None or event.batch != self.confirmed_batches:
-            lent = "none is lent" if self.lent is None else f"batch {self.confirmed_batches} is lent"
-            self.end(f"the trainer confirms batch {event.batch}, but {lent}", effects)
-            return
-        problem, outcomes = sort_dispositions(event.dispositions, self.groups.lent_attempts(self.lent))
-        if problem:
-            self.end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
-            return
-        self.groups.confirm(self.lent, outcomes, self.confirmed_batches + 1)
-        self.lent = None
-        self.confirmed_batches += 1
-        self.groups.sweep(self.confirmed_batches)
-
     # --- the ends ----------------------------------------------------------------------------------------------------
 
     def _run_finished(self, event: RunFinished, now: float, effects: list[Effect]) -> None:
@@ -481,13 +423,11 @@ class Replay:
         NodeLost: _node_lost,
         ResultArrived: _result_arrived,
         ResultsArrived: _results_arrived,
-        PolicyRegistered: _policy_registered,
-        DrawRequested: _draw_requested,
-        BatchConfirmed: _batch_confirmed,
         EvalRequested: _eval_requested,
         Ticked: _ticked,
         RunFinished: _run_finished,
         **attesting.HANDLERS,
+        **drawing.HANDLERS,
         **leaving.HANDLERS,
         **restarts.HANDLERS,
     }

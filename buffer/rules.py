@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from async_rl.buffer_config import fresh_groups, lead
 from async_rl.config import Config, group_bytes
+from async_rl.tasks.registry import known_instances
 from async_rl.wire.messages import SamplingParams
 
 OnShortGroup = Literal["retry", "drop", "accept"]
@@ -21,7 +22,8 @@ class Rules(NamedTuple):
 
     There is no separate name for the order. `fifo` is a window of 1; where stale data is not waited for, the window
     is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped); `fresh` is
-    `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). Times are in seconds."""
+    `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). `instances` is how
+    many the task has, where their history decides (buffer.instances), else 0. Times are in seconds."""
 
     run_seed: int
     steps: int
@@ -43,6 +45,10 @@ class Rules(NamedTuple):
     deterministic: bool = False
     newest_first: bool = False
     reuse: int = 1
+    instances: int = 0
+    retire_above: float = 0.0
+    retire_after: int = 16
+    weighted: bool = False
 
     @property
     def fresh_groups(self) -> int:
@@ -51,7 +57,8 @@ class Rules(NamedTuple):
 
 
 def rules_from_config(config: Config) -> Rules:
-    """What the buffer needs of a checked configuration."""
+    """What the buffer needs of a checked configuration. Raises ConfigError when the history of the task's instances is
+    to decide, and the task has no end to them; and what loading it raises."""
     buffer, inference = config.buffer, config.inference
     return Rules(
         run_seed=config.run.seed,
@@ -74,4 +81,8 @@ def rules_from_config(config: Config) -> Rules:
         deterministic=config.run.deterministic,
         newest_first=buffer.order == "fresh",
         reuse=buffer.reuse,
+        instances=known_instances(config),
+        retire_above=buffer.retire_above,
+        retire_after=buffer.retire_after,
+        weighted=buffer.difficulty == "weighted",
     )

@@ -28,6 +28,7 @@ from buffer import (
     events,
     groups,
     handover,
+    instances,
     leases,
     ledger,
     newest,
@@ -43,8 +44,8 @@ from buffer import (
 SNAPSHOT_SCHEMA = 3
 
 MODULES: tuple[ModuleType, ...] = (
-    version, proof, messages, admission, capacity, evaluation, events, groups, handover, leases, ledger, newest, nodes,
-    order, proofs, quarantine, replay, reuse,
+    version, proof, messages, admission, capacity, evaluation, events, groups, handover, instances, leases, ledger,
+    newest, nodes, order, proofs, quarantine, replay, reuse,
 )  # fmt: skip
 CLASSES: Mapping[str, type] = {
     f"{module.__name__}.{name}": kind

@@ -14,7 +14,7 @@ from async_rl.config import Config, ConfigError, keys_folder
 from async_rl.errors import AsyncRLError
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
-from async_rl.tasks.registry import load_task
+from async_rl.tasks.registry import known_instances, load_task
 from async_rl.wire.keys import ServiceKeys, dial_keys
 from async_rl.wire.messages import Role
 
@@ -52,8 +52,9 @@ def check_trackers(config: Config) -> None:
 
 
 def check_task(config: Config) -> None:
-    """Raises ConfigError for a task, or a key of its own, that is not known."""
+    """Raises ConfigError for a task, or a key of its own, that is not known, or one that [buffer] cannot use."""
     load_task(config.task)
+    known_instances(config)
 
 
 def check_model(config: Config) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from async_rl.config import Section
+from async_rl.schema import Count, Section
 from async_rl.tasks.task import Instance, Score, Split
 
 EVAL_BYTES = 32  # of 256: an eighth of all digit strings is kept for evaluation and never trained on
@@ -20,6 +20,8 @@ EVAL_BYTES = 32  # of 256: an eighth of all digit strings is kept for evaluation
 class DigitSortConfig(Section, frozen=True, kw_only=True):
     # With 2 digits both splits have instances; 32 digits still come out of one 256-bit hash without a visible bias.
     digits: Annotated[int, Meta(ge=2, le=32)] = 8
+    size: Count = 0
+    """How many instances to train on; 0 is no end of them."""
 
 
 class DigitSort:
@@ -29,9 +31,10 @@ class DigitSort:
 
     def __init__(self, config: DigitSortConfig) -> None:
         self.digits = config.digits
+        self._size = config.size or None
 
     def size(self, split: Split) -> int | None:
-        return None
+        return self._size if split == "train" else None
 
     def instance(self, split: Split, instance: int) -> Instance:
         # Drawn again until it falls into the split: the digits alone decide, so no string is in both.

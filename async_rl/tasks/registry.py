@@ -12,9 +12,11 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from async_rl.config import ConfigError, Section, convert_section
+from async_rl.buffer_config import keeps_history
+from async_rl.config import Config, ConfigError, Section, convert_section
 from async_rl.tasks.task import Task
 
+MAX_INSTANCES = 1 << 20  # of which the buffer keeps a history; it takes 16 bytes for each, here and in snapshots
 KINDS = {
     "digit_sort": "async_rl.tasks.digit_sort:DigitSort",
     "reasoning_gym": "async_rl.tasks.gym:ReasoningGym",
@@ -30,6 +32,23 @@ def load_task(table: Mapping[str, Any]) -> Task:
     task_class = _task_class(kind)
     options = {key: value for key, value in table.items() if key != "kind"}
     return cast(Task, task_class(convert_section(options, task_class.Config, f'[task] of kind "{kind}"')))
+
+
+def known_instances(config: Config) -> int:
+    """How many training instances the task has, where the buffer keeps a history of each; 0 where it does not. Raises
+    ConfigError when there are too many of them, or no end, and what `load_task` raises."""
+    buffer = config.buffer
+    if not keeps_history(buffer):
+        return 0
+    size = load_task(config.task).size("train")
+    if size is None or size > MAX_INSTANCES:
+        there = "has no end to its training instances" if size is None else f"has {size} training instances"
+        wanted = f'[buffer] retire_above = {buffer.retire_above:g} and difficulty = "{buffer.difficulty}"'
+        raise ConfigError(
+            f"{wanted} need a history of every instance, and [task] kind = {config.task['kind']!r} {there}: give it a "
+            f'size of at most {MAX_INSTANCES}, or set retire_above = 0 and difficulty = "uniform"'
+        )
+    return size
 
 
 def _task_class(kind: str) -> Any:

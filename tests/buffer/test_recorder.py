@@ -37,8 +37,11 @@ from buffer.recorder import Recorder, recorded_batches
 from buffer.snapshot import dump
 
 RUN = "run"
+HISTORY = {"instances": 40, "retire_above": 0.9, "retire_after": 4, "weighted": True}
 ORDERS = pytest.mark.parametrize(
-    "order", [{}, {"newest_first": True}, {"reuse": 3, "max_staleness": 3}], ids=["fifo", "fresh", "replay"]
+    "order",
+    [{}, {"newest_first": True}, {"reuse": 3, "max_staleness": 3}, HISTORY],
+    ids=["fifo", "fresh", "replay", "history"],
 )
 
 

@@ -1,0 +1,103 @@
+"""Which task instance a ticket asks, and what is known of each: how many attempts there were, and how many passed.
+
+Without an end to the instances, or with nothing asked of their history, the instance is a hash of run seed, ticket and
+try. Otherwise such hashes propose instances, and the history decides:
+
+    retired     pass rate >= retire_above over at least retire_after attempts: nothing is left to learn; not asked again
+    weighted    taken with a chance in proportion to E[p (1 - p)], the spread of rewards that is to be expected
+
+The rate is the mean of the rewards, each cut to [0, 1], over all good attempts, whatever became of their groups. p has
+a Beta(1 + passed, 1 + failed) distribution, from a uniform prior: an instance that was never asked weighs 1/6, one of
+which half the attempts pass tends to 1/4, one that always or never passes to 0.
+
+Proposals are taken or not (von Neumann's rejection), so choosing costs a few hashes however many instances there are.
+After PROPOSALS of them the heaviest is taken: when so many of them are easy or hopeless, weights hardly matter.
+
+The history is a part of the rules' state: it comes out of the journal, and two numbers for each instance are all it
+takes. A run that is resumed without its journal begins it anew.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from buffer.leases import derive, train_instance
+from buffer.reuse import uniform
+from buffer.rules import Rules
+
+PROPOSALS = 64
+HEAVIEST = 0.25  # no p (1 - p) is larger
+
+
+def expected_spread(passed: float, attempts: int) -> float:
+    """E[p (1 - p)] = a b / ((a + b) (a + b + 1)) of the Beta distribution with a = 1 + passed, b = 1 + failed."""
+    a, b = 1.0 + passed, 1.0 + attempts - passed
+    return a * b / ((a + b) * (a + b + 1.0))
+
+
+def is_retired(passed: float, attempts: int, above: float, after: int) -> bool:
+    """Whether so many of so many attempts passed that an instance is not asked again; `above` = 0 is never."""
+    return above > 0 and attempts >= after and passed >= above * attempts
+
+
+class Instances:
+    """`count` of them are known, 0 when nothing is asked of their history."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._seed = rules.run_seed
+        self.count = rules.instances
+        self._attempts = array("L", [0]) * self.count
+        self._passed = array("d", [0.0]) * self.count
+        self.retired = 0
+        self.adopt(rules)
+
+    def adopt(self, rules: Rules) -> None:
+        """Go on by other rules: what is retired is asked anew."""
+        self._weighted, self._above, self._after = rules.weighted, rules.retire_above, rules.retire_after
+        self.retired = sum(map(self.is_retired, range(self.count)))
+
+    def is_retired(self, instance: int) -> bool:
+        if not self.count:
+            return False
+        return is_retired(self._passed[instance], self._attempts[instance], self._above, self._after)
+
+    def note(self, instance: int, reward: float) -> None:
+        """A good attempt came back."""
+        if self.count:
+            before = self.is_retired(instance)
+            self._attempts[instance] += 1
+            self._passed[instance] += min(1.0, max(0.0, reward))
+            self.retired += self.is_retired(instance) - before
+
+    def why_none(self) -> str:
+        """Why no instance can be asked any more; empty while one can."""
+        if not self.count or self.retired < self.count:
+            return ""
+        return (
+            f"all {self.count} instances of the task are retired: each has a pass rate of {self._above:g} or more over "
+            f"at least {self._after} attempts (buffer.retire_above): the task is learned; train on a harder one"
+        )
+
+    def choose(self, ticket: int, try_: int) -> int:
+        """The instance of a try, by the history as it is now."""
+        first = train_instance(self._seed, ticket, try_)
+        if not self.count:
+            return first
+        best, heaviest = first % self.count, -1.0
+        for proposal in range(PROPOSALS):
+            place = f"{self._seed}/{ticket}/{try_}/{proposal}"
+            instance = (derive(f"instance/{place}") if proposal else first) % self.count
+            weight = self._weight(instance)
+            if uniform(f"difficulty/{place}") * HEAVIEST <= weight:
+                return instance
+            if weight > heaviest:
+                best, heaviest = instance, weight
+        while heaviest <= 0 and self.is_retired(best) and self.retired < self.count:
+            best = (best + 1) % self.count
+        return best
+
+    def _weight(self, instance: int) -> float:
+        """0 when it is retired; else of HEAVIEST at most."""
+        if self.is_retired(instance):
+            return 0.0
+        return expected_spread(self._passed[instance], self._attempts[instance]) if self._weighted else HEAVIEST
