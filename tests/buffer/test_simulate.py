@@ -124,6 +124,29 @@ def test_five_hundred_steps_at_random_durations_and_publish_times_stay_within_th
     assert max(result.staleness) >= rules.lead + rules.reuse - 1  # the bound is used, not merely kept
 
 
+@pytest.mark.parametrize("bound", [0, 4])
+def test_with_half_the_instances_teaching_nothing_every_batch_has_its_size_and_the_ledger_balances(tools, bound):
+    rules = tools.rules(
+        steps=50, groups_per_step=4, group_size=4, max_staleness=bound, zero_variance="refill", max_tries=60
+    )
+    scenario = Scenario(
+        nodes=4, slots=4, lengths=Lognormal(30, 1), zero_variance=0.5, trainer=TrainerSpeed(Constant(1))
+    )
+    sizes = []
+
+    def check(replay, now):
+        tools.audit(replay)
+        if replay.lent is not None:
+            sizes.append(sum(len(group.good) for group in replay.lent))
+            assert all(len({held.reward for held in group.good.values()}) > 1 for group in replay.lent)
+
+    result = simulate(rules, scenario, check)
+    must_hold(rules, result)
+    assert set(sizes) == {16}
+    assert result.ledger["trained"] == 50 * 16
+    assert 0.4 < result.ledger["dropped.zero_variance"] / result.ledger["issued"] < 0.6
+
+
 def test_thousands_of_nodes_that_die_and_come_back_lose_no_group(tools):
     rules = tools.rules(
         steps=6, groups_per_step=1000, group_size=2, max_staleness=4, window=1001, capacity_bytes=6000 * GROUP_BYTES
