@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from async_rl.schema import ConfigError, NonNegative, PositiveFloat, Section
+from async_rl.credit_config import CreditConfig
+from async_rl.schema import ConfigError, NonNegative, PositiveFloat
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "presets"
 
@@ -22,14 +23,13 @@ PRESETS = Path(__file__).resolve().parent.parent / "configs" / "presets"
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
 
 
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
+class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     """docs/algorithm.md has the formulas. π is the policy that is trained, μ the one that sampled."""
 
     preset: str = ""
     """A file of configs/presets, whose keys count where this section does not set its own."""
     loss: str = ""
     """"module:function": a loss of one's own (trainer/algorithm/custom.py) in place of surrogate, gates and weights."""
-    advantage: Literal["grpo"] = "grpo"
     ratio_level: RatioLevel = "sequence"
     """What a ratio π/μ is of: the token, its attempt (the product, or their geometric mean), or those tokens of its
     attempt that one policy version sampled."""
@@ -62,13 +62,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """An attempt with a negative advantage and a mean log(μ/π) above this does not train; 0 is off."""
     age_decay: NonNegative = 0.0
     """A token's weight is multiplied by (1 + age)^-age_decay."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
 
 
-def check_algorithm(algorithm: AlgorithmConfig, *, group_size: int) -> None:
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """Refuse parts that do not go together, or not with the rest of the config. Raises ConfigError."""
-    if algorithm.advantage == "grpo" and group_size < 2:
-        raise ConfigError('[algorithm] advantage = "grpo" compares within a group: [buffer] group_size must be ≥ 2')
     _check_ratio(algorithm)
     if algorithm.loss:
         _check_custom_loss(algorithm)

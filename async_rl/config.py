@@ -19,6 +19,7 @@ from msgspec import Meta
 from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, with_preset
 from async_rl.buffer_config import BufferConfig as BufferConfig
 from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
+from async_rl.credit_config import check_credit
 from async_rl.schema import REFUSED, Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Section as Section
@@ -171,7 +172,8 @@ def check_config(config: Config) -> None:
     if not config.model.path and config.model.tiny is None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     check_buffer(buffer)
-    check_algorithm(config.algorithm, group_size=buffer.group_size)
+    check_credit(config.algorithm, group_size=buffer.group_size, max_new_tokens=inference.max_new_tokens)
+    check_algorithm(config.algorithm)
     if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
         raise ConfigError(
             "[inference] max_resident must be at least 3 when evaluation is on (run.eval_every) and in_flight = "

@@ -43,6 +43,7 @@ class MaskReason(IntEnum):
     ENVIRONMENT = 2
     TEMPLATE = 3
     STALE = 4
+    TRUNCATED = 5
 
 
 class TrajectoryError(AsyncRLError):

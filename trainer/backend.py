@@ -54,6 +54,10 @@ class Backend(Protocol):
         """One optimiser step on a whole batch, whatever micro-batches it takes. Raises FloatingPointError when the
         loss or the gradient is not finite; the weights are then unchanged."""
 
+    def reference(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
+        """Log-probabilities of each sample's tokens under the base model, at sampling temperature: float32[n] each, 0
+        where mask is not 0. Raises as `step` does."""
+
     def logprobs(
         self, tokens: Sequence[npt.NDArray[np.int32]], temperature: float = 1.0
     ) -> list[npt.NDArray[np.float32]]:

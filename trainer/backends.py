@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import Config
 from trainer.backend import Backend
 
@@ -19,12 +22,18 @@ def _torch(config: Config, model_path: Path) -> Backend:
     return TorchBackend(
         model_path,
         trainer=config.trainer,
-        algorithm=config.algorithm,
+        algorithm=_with_length(config),
         temperature=config.inference.temperature,
         seed=config.run.seed,
         dtype=config.model.dtype,
         device=config.model.device,
     )
+
+
+def _with_length(config: Config) -> AlgorithmConfig:
+    """The algorithm, with what it takes from another section by default."""
+    length = config.algorithm.aggregation_length or config.inference.max_new_tokens
+    return msgspec.structs.replace(config.algorithm, aggregation_length=length)
 
 
 BACKENDS: dict[str, Callable[[Config, Path], Backend]] = {"torch": _torch}

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
 from async_rl.trajectory import (
     MaskReason,
@@ -29,7 +30,9 @@ from async_rl.version import is_stale, judged_version, token_versions
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome
 from async_rl.wire.payloads import unpack_payloads
-from trainer.algorithm.advantages import ADVANTAGES
+from trainer.algorithm.advantages import ADVANTAGES, NORMALISATIONS
+from trainer.algorithm.reference_kl import attempt_penalties, k3
+from trainer.algorithm.shaping import overlong
 from trainer.backend import Sample
 
 log = logging.getLogger("learner")
@@ -37,24 +40,35 @@ log = logging.getLogger("learner")
 
 class TrainingBatch(NamedTuple):
     """What one optimiser step learns from. `ages` are int32 staleness values of all trained tokens; `rewards` float64
-    of the attempts that train; `nodes` says how many of them each node sampled; `dispositions` cover every attempt, and
-    so do `groups` and `trajectories`, as they were lent for `for_version`."""
+    of the attempts that train as they were earned, `shaped` what the advantages were computed from; `truncated` of
+    these attempts were cut for their length; `nodes` says how many of them each node sampled; `dispositions` cover
+    every attempt, and so do `groups` and `trajectories`, as they were lent for `for_version`. `reference_kl` is the
+    mean k3 of μ against the reference policy over trained tokens, where the reward pays for it."""
 
     samples: list[Sample]
     dispositions: tuple[Disposition, ...]
     rewards: npt.NDArray[np.float64]
+    shaped: npt.NDArray[np.float64]
+    truncated: int
     ages: npt.NDArray[np.int32]
     tokens: int
     nodes: dict[str, int]
     for_version: int
     groups: tuple[BatchGroup, ...]
     trajectories: Sequence[Trajectory]
+    reference_kl: float | None = None
 
 
 def prepare(
-    received: Received, max_staleness: int, vocabulary_size: int, advantage: str, on_stale: str = "wait"
+    received: Received,
+    max_staleness: int,
+    vocabulary_size: int,
+    credit: CreditConfig,
+    max_new_tokens: int,
+    on_stale: str = "wait",
 ) -> TrainingBatch:
-    """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare."""
+    """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare, or for rewards that
+    the configured advantage is not for."""
     batch: Batch = received.message
     trajectories = _trajectories(received)
     sizes = [group.size for group in batch.groups]
@@ -68,22 +82,76 @@ def prepare(
         if outcome == "trained":
             kept.append((int(group), trajectory))
     rewards = np.array([trajectory.reward for _, trajectory in kept], dtype=np.float64)
-    group_index = np.array([group for group, _ in kept], dtype=np.int64)
-    advantages = ADVANTAGES[advantage](torch.from_numpy(rewards), torch.from_numpy(group_index))
+    shaped = rewards + _overlong([trajectory for _, trajectory in kept], credit, max_new_tokens)
+    advantages = _advantages(shaped, [group for group, _ in kept], credit)
     samples = [
         sample
         for attempt, (group, trajectory) in enumerate(kept)
-        for sample in _samples(trajectory, float(advantages[attempt]), attempt, group, batch.for_version, max_staleness)
+        for sample in _samples(
+            trajectory,
+            advantages[attempt],
+            attempt,
+            group,
+            batch.for_version,
+            max_staleness,
+            credit.truncated == "mask",
+        )
     ]
     ages = np.concatenate(
         [np.zeros(0, np.int32), *(sample.ages[sample.mask == MaskReason.SAMPLED] for sample in samples)]
     )
-    tokens = sum(len(sample.tokens) for sample in samples)
-    nodes = dict(Counter(trajectory.node for _, trajectory in kept))
     return TrainingBatch(
-        samples, tuple(dispositions), rewards, ages, tokens, nodes, batch.for_version, batch.groups,
+        samples,
+        tuple(dispositions),
+        rewards,
+        shaped,
+        sum(_is_truncated(trajectory) for _, trajectory in kept),
+        ages,
+        sum(len(sample.tokens) for sample in samples),
+        dict(Counter(trajectory.node for _, trajectory in kept)),
+        batch.for_version,
+        batch.groups,
         trajectories,
-    )  # fmt: skip
+    )
+
+
+def penalised(
+    batch: TrainingBatch, reference: Sequence[npt.NDArray[np.float32]], credit: CreditConfig
+) -> TrainingBatch:
+    """The batch with `reference_kl_weight` times each attempt's distance to the reference policy taken from its reward,
+    and advantages computed anew. `reference` are log π_ref of each sample's tokens, float32[n] each."""
+    if not batch.samples:
+        return batch
+    trains = [sample.mask == MaskReason.SAMPLED for sample in batch.samples]
+    attempt = np.repeat([sample.attempt for sample in batch.samples], [int(mask.sum()) for mask in trains])
+    behaviour = np.concatenate([sample.behaviour[mask] for sample, mask in zip(batch.samples, trains, strict=True)])
+    of_reference = np.concatenate([each[mask] for each, mask in zip(reference, trains, strict=True)])
+    gap = torch.from_numpy(of_reference.astype(np.float64) - behaviour)
+    penalty = attempt_penalties(gap, torch.from_numpy(attempt), len(batch.rewards))
+    shaped = batch.shaped - credit.reference_kl_weight * penalty.numpy()
+    groups = {sample.attempt: sample.group for sample in batch.samples}
+    advantages = _advantages(shaped, [groups[attempt] for attempt in range(len(shaped))], credit)
+    samples = [sample._replace(advantage=advantages[sample.attempt]) for sample in batch.samples]
+    return batch._replace(samples=samples, shaped=shaped, reference_kl=float(k3(gap).mean()) if len(gap) else 0.0)
+
+
+def _overlong(trajectories: Sequence[Trajectory], credit: CreditConfig, max_new_tokens: int) -> npt.NDArray[np.float64]:
+    lengths = [sum(run.count for run in trajectory.versions) for trajectory in trajectories]
+    added = overlong(
+        torch.tensor(lengths, dtype=torch.int64), max_new_tokens, credit.overlong_buffer, credit.overlong_penalty
+    )
+    return added.numpy()
+
+
+def _advantages(rewards: npt.NDArray[np.float64], groups: Sequence[int], credit: CreditConfig) -> list[float]:
+    group = torch.tensor(groups, dtype=torch.int64)
+    advantages = ADVANTAGES[credit.advantage](torch.from_numpy(rewards), group)
+    values: list[float] = NORMALISATIONS[credit.advantage_normalisation](advantages).tolist()
+    return values
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    return trajectory.segments[-1].finish == "length"
 
 
 def _trajectories(received: Received) -> list[Trajectory]:
@@ -110,15 +178,26 @@ def _outcome(
 
 
 def _samples(
-    trajectory: Trajectory, advantage: float, attempt: int, group: int, for_version: int, max_staleness: int
+    trajectory: Trajectory,
+    advantage: float,
+    attempt: int,
+    group: int,
+    for_version: int,
+    max_staleness: int,
+    mask_truncated: bool,
 ) -> Sequence[Sample]:
-    """Tokens older than `max_staleness` do not train: where an attempt may have some, they are masked."""
+    """Tokens older than `max_staleness` do not train: where an attempt may have some, they are masked. Nor, with
+    `mask_truncated`, do those of an answer that was cut."""
     samples = []
+    cut = mask_truncated and _is_truncated(trajectory)
     for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True):
         mask = arrays.mask
+        sampled = mask == MaskReason.SAMPLED
         ages = np.zeros(len(arrays.tokens), dtype=np.int32)
-        ages[mask == MaskReason.SAMPLED] = for_version - token_versions(header.versions)
-        too_old = (mask == MaskReason.SAMPLED) & (ages > max_staleness)
+        ages[sampled] = for_version - token_versions(header.versions)
+        too_old = sampled & (ages > max_staleness)
+        if cut:
+            mask = np.where(sampled, np.uint8(MaskReason.TRUNCATED), mask)
         if too_old.any():
             mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
         samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group))

@@ -42,7 +42,7 @@ from async_rl.wire.messages import (
 )
 from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
-from trainer.batches import TrainingBatch, prepare
+from trainer.batches import TrainingBatch, penalised, prepare
 from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
@@ -122,11 +122,13 @@ class Learner:
                     drawn,
                     self._config.buffer.max_staleness,
                     self._backend.vocabulary_size,
-                    self._config.algorithm.advantage,
+                    self._config.algorithm,
+                    self._config.inference.max_new_tokens,
                     self._config.buffer.on_stale,
                 )
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
                 with self._watchdog.working(f"trains batch {drawn.message.batch} from version {state.version}"):
+                    batch = self._with_reference(batch)
                     result = self._backend.step(batch.samples, rate)
                 trained_at = time.monotonic()
                 reached("trainer.after-step")
@@ -182,6 +184,13 @@ class Learner:
         except LinkTimeout as error:
             waiting = self._talk.ask(StatusRequest(), Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
             raise LinkTimeout(f"{error}; the buffer says: {waiting}") from error
+
+    def _with_reference(self, batch: TrainingBatch) -> TrainingBatch:
+        """With the distance to the base model in the rewards, where that is asked for."""
+        algorithm = self._config.algorithm
+        if algorithm.reference_kl == "none" or algorithm.reference_kl_place != "reward":
+            return batch
+        return penalised(batch, self._backend.reference(batch.samples), algorithm)
 
     def _confirm(self, drawn: Batch, batch: TrainingBatch) -> None:
         """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is. Not

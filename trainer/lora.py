@@ -10,7 +10,8 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +135,19 @@ def attach_lora(model: nn.Module, targets: Targets, trainer: TrainerConfig, seed
         parameters[f"{TENSOR_PREFIX}{name}.lora_A.weight"] = a
         parameters[f"{TENSOR_PREFIX}{name}.lora_B.weight"] = b
     return dict(sorted(parameters.items()))
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is the base model: what `attach_lora` put on it is switched off."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def adapter_config(targets: Targets, trainer: TrainerConfig) -> dict[str, Any]:

@@ -29,6 +29,10 @@ def batch_record(batch: TrainingBatch) -> Record:
     trained_lengths = _trained_lengths(batch)
     return {
         "reward": float(batch.rewards.mean()) if len(batch.rewards) else None,
+        "reward_min": float(batch.rewards.min()) if len(batch.rewards) else None,
+        "shaped_reward": float(batch.shaped.mean()) if len(batch.shaped) else None,
+        "truncated": batch.truncated,
+        **({} if batch.reference_kl is None else {"reference_kl": batch.reference_kl}),
         "staleness_max": oldest,
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness_tokens": np.bincount(ages, minlength=oldest + 1).tolist(),

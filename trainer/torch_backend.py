@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +32,11 @@ from trainer.algorithm.custom import load_loss
 from trainer.algorithm.loss import batch_coefficients, partial_loss
 from trainer.algorithm.metrics import ratio_metrics
 from trainer.algorithm.tokens import TokenData
+from trainer.algorithm.reference_kl import k3, partial_penalty
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
-from trainer.logprobs import Scorer, output_head
-from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
+from trainer.logprobs import Rows, Scorer, output_head
+from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
 
 log = logging.getLogger("trainer")
 
@@ -52,6 +54,15 @@ class Batch(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return int(self.start[-1])
+
+
+class Accumulated(NamedTuple):
+    """The batch's loss, and the log-probability of each of its trained tokens [n] under the policy, and under the
+    reference where the loss needs it."""
+
+    loss: float
+    proximal: torch.Tensor
+    reference: torch.Tensor | None
 
 
 class TorchBackend:
@@ -107,18 +118,20 @@ class TorchBackend:
     # --- learning ----------------------------------------------------------------------------------------------------
 
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
-        """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate` and those of
-        `ratio_metrics`. A skipped batch moves nothing, not even by weight decay, but its metrics and proximal
-        log-probabilities are real. Raises AsyncRLError for a sample that cannot be trained, naming its attempt."""
+        """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, those of
+        `ratio_metrics`, and with a reference in the loss `reference_kl`, the mean k3 of the policy against it. A
+        skipped batch moves nothing, not even by weight decay, but its metrics and proximal log-probabilities are real.
+        Raises AsyncRLError for a sample that cannot be trained, naming its attempt."""
         if not (math.isfinite(learning_rate) and learning_rate >= 0):
             raise ValueError(f"learning rate {learning_rate}: must be finite and at least 0")
         batch = self._flatten(samples)
         self.optimizer.zero_grad(set_to_none=True)
-        # With every advantage 0 the gradient is 0, and only the log-probabilities are worth computing.
-        learns = batch.n_tokens > 0 and bool(batch.data.advantage.any())
+        # With every advantage 0, and no distance to pay for, so is the gradient: only log-probabilities matter.
+        penalised = self._reference_in_loss and self.algorithm.reference_kl_weight > 0
+        learns = batch.n_tokens > 0 and (penalised or bool(batch.data.advantage.any()))
         try:
             with torch.set_grad_enabled(learns):
-                loss, flat = self._accumulate(samples, batch)
+                loss, proximal, reference = self._accumulate(samples, batch)
             norm = self._gradient_norm() if learns else 0.0
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise FloatingPointError(
@@ -130,8 +143,10 @@ class TorchBackend:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
-        metrics |= ratio_metrics(flat, batch.data, self.algorithm)
-        return StepResult(metrics, _unflatten(samples, batch, flat), skipped=norm == 0)
+        metrics |= ratio_metrics(proximal, batch.data, self.algorithm)
+        if reference is not None and batch.n_tokens:
+            metrics["reference_kl"] = float(k3((reference - proximal).double()).mean())
+        return StepResult(metrics, _unflatten(samples, batch, proximal), skipped=norm == 0)
 
     def _flatten(self, samples: Sequence[Sample]) -> Batch:
         rows, wanted = [], []
@@ -148,7 +163,10 @@ class TorchBackend:
 
         behaviour = [samples[row].behaviour[places] for row, places in zip(rows, wanted, strict=True)]
         ages = [samples[row].ages[places] for row, places in zip(rows, wanted, strict=True)]
-        attempt = flat(np.repeat(np.array([samples[row].attempt for row in rows], dtype=np.int64), counts), torch.int64)
+        attempt, group = (
+            flat(np.repeat(np.array([of(samples[row]) for row in rows], dtype=np.int64), counts), torch.int64)
+            for of in (attrgetter("attempt"), attrgetter("group"))
+        )
         data = TokenData(
             behaviour=flat(np.concatenate([np.zeros(0, np.float32), *behaviour]), self._dtype),
             advantage=flat(
@@ -158,28 +176,46 @@ class TorchBackend:
             age=flat(np.concatenate([np.zeros(0, np.int32), *ages]), torch.int64),
         )
         start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return Batch(rows, wanted, start, data, batch_coefficients(attempt, self.algorithm))
+        return Batch(rows, wanted, start, data, batch_coefficients(attempt, group, self.algorithm))
 
-    def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> tuple[float, torch.Tensor]:
-        """Loss of the batch and the log-probability of each of its trained tokens [n], with gradients accumulated
-        when they are enabled."""
-        flat = torch.zeros_like(batch.data.behaviour)
+    def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
+        """Gradients are accumulated when they are enabled."""
+        proximal = torch.zeros_like(batch.data.behaviour)
+        reference = torch.zeros_like(proximal) if self._reference_in_loss else None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for rows, where in self._micro_batches(samples, batch):
+            if reference is not None:
+                reference[where] = self._reference_logprobs(rows)
+            current = self.scorer.logprobs(rows, self.temperature)
+            data = TokenData(*(values[where] for values in batch.data))
+            coefficients = batch.coefficients[where]
+            loss = partial_loss(current, data, coefficients, self.algorithm)
+            if reference is not None:
+                loss = loss + partial_penalty(current, reference[where], data.behaviour, coefficients, self.algorithm)
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.detach()
+            proximal[where] = current.detach()
+        return Accumulated(float(total), proximal, reference)
+
+    def _micro_batches(self, samples: Sequence[Sample], batch: Batch) -> Iterator[tuple[Rows, torch.Tensor]]:
+        """Each micro-batch, and the places of its trained tokens among the batch's: int64 [n]."""
         lengths = [int(places[-1]) for places in batch.wanted]
         attempts = [samples[row].attempt for row in batch.rows]
         for members in self.scorer.split(lengths, attempts, self.trainer.micro_batch_tokens):
             tokens = [samples[batch.rows[row]].tokens for row in members]
             rows = self.scorer.rows(tokens, [batch.wanted[row] for row in members])
             ranges = [np.arange(batch.start[row], batch.start[row + 1]) for row in members]
-            where = torch.from_numpy(np.concatenate(ranges)).to(self.device)
-            current = self.scorer.logprobs(rows, self.temperature)
-            data = TokenData(*(values[where] for values in batch.data))
-            loss = partial_loss(current, data, batch.coefficients[where], self.algorithm)
-            if loss.requires_grad:
-                loss.backward()
-            total += loss.detach()
-            flat[where] = current.detach()
-        return float(total), flat
+            yield rows, torch.from_numpy(np.concatenate(ranges)).to(self.device)
+
+    @property
+    def _reference_in_loss(self) -> bool:
+        return self.algorithm.reference_kl != "none" and self.algorithm.reference_kl_place == "loss"
+
+    @torch.no_grad()
+    def _reference_logprobs(self, rows: Rows) -> torch.Tensor:
+        with adapter_off(self.model):
+            return self.scorer.logprobs(rows, self.temperature)
 
     def _gradient_norm(self) -> float:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -195,6 +231,14 @@ class TorchBackend:
         self.optimizer_steps += 1
 
     # --- reading -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reference(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
+        batch = self._flatten(samples)
+        flat = torch.zeros_like(batch.data.behaviour)
+        for rows, where in self._micro_batches(samples, batch):
+            flat[where] = self._reference_logprobs(rows)
+        return _unflatten(samples, batch, flat)
 
     @torch.no_grad()
     def logprobs(

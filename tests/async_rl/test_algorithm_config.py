@@ -24,7 +24,6 @@ def made(**changes: Any) -> Config:
 
 TV = {"gate": "tv", "gate_bound": 0.1}
 BROKEN = {
-    "group_size must be ≥ 2": {"buffer": {"group_size": 1}},
     "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
     "loss = 'mine': expected": {"algorithm": {"loss": "mine"}},
     "loss = 'mine:own' takes the place of surrogate": {"algorithm": PPO | {"loss": "mine:own"}},
@@ -45,7 +44,6 @@ BROKEN = {
 }
 # Each as near as one can come to the rule above it without breaking it.
 WHOLE = [
-    {"buffer": {"group_size": 2}},
     {"algorithm": {"ratio_low": 2.0}},
     {"algorithm": PPO},
     {"algorithm": {"loss": "a.b:c", "treatment": "uncorrected"}},

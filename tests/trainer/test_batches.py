@@ -10,15 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
 from async_rl.trajectory import MaskReason, Segment, Trajectory, encode_trajectory, pack_segments
 from async_rl.version import VersionRun
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, decode_body, encode_body
 from async_rl.wire.payloads import BLOB_BYTES
-from trainer.batches import TrainingBatch, prepare
+from trainer.batches import TrainingBatch, penalised, prepare
 
 FOR_VERSION, K, VOCABULARY = 9, 4, 32
+LIMIT = 20  # tokens of an answer
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -54,8 +56,8 @@ def lend(*groups: list[Trajectory], sizes: list[int] | None = None) -> Received:
     return Received("buffer", decode_body(encode_body(Batch(3, FOR_VERSION, heads, inline))), blobs)
 
 
-def prepared(received: Received, on_stale: str = "wait") -> TrainingBatch:
-    return prepare(received, max_staleness=K, vocabulary_size=VOCABULARY, advantage="grpo", on_stale=on_stale)
+def prepared(received: Received, on_stale: str = "wait", **credit: Any) -> TrainingBatch:
+    return prepare(received, K, VOCABULARY, CreditConfig(**credit), max_new_tokens=LIMIT, on_stale=on_stale)
 
 
 def outcomes(batch: TrainingBatch) -> dict[tuple[int, int], str]:
@@ -194,3 +196,86 @@ def test_what_is_no_trajectory_is_an_error_that_names_the_batch() -> None:
     broken = msgspec.structs.replace(received.message, trajectories=(msgspec.Raw(b"\x93\x01\x02\x03"),))
     with pytest.raises(AsyncRLError, match="batch 3: a trajectory cannot be decoded"):
         prepared(received._replace(message=broken))
+
+
+# --- what an answer is worth -----------------------------------------------------------------------------------------
+
+
+def test_long_answers_lose_reward_before_advantages_and_metrics_keep_what_was_earned() -> None:
+    lengths = (4, 16, 18, 20)
+    batch = prepared(
+        lend([trajectory(1, sample, 1.0, segment((9, length))) for sample, length in enumerate(lengths)]),
+        overlong_buffer=4, overlong_penalty=2.0,
+    )  # fmt: skip
+    assert batch.rewards.tolist() == [1, 1, 1, 1]
+    assert batch.shaped.tolist() == [1, 1, 0, -1]
+    assert [sample.advantage for sample in batch.samples] == pytest.approx(grpo(1, 1, 0, -1))
+
+
+def test_a_truncated_answer_counts_and_trains_unless_it_is_masked() -> None:
+    cut = trajectory(1, 0, 0.0, segment((9, 2)), segment((9, 3), finish="length"))
+    cut_before = trajectory(1, 1, 1.0, segment((9, 2), finish="length"), segment((9, 3)))
+    groups = [cut, cut_before, trajectory(1, 2, 1.0)]
+    kept, masked = prepared(lend(groups)), prepared(lend(groups), truncated="mask")
+    assert kept.truncated == masked.truncated == 1
+    assert [sample.mask.tolist() for sample in kept.samples[:2]] == [[1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    truncated = int(MaskReason.TRUNCATED)
+    assert [sample.mask.tolist() for sample in masked.samples[:2]] == [
+        [1, 1] + [truncated] * 2,
+        [1, 1] + [truncated] * 3,
+    ]
+    # Its reward still counts in the mean of its group, and it was trained for the ledger.
+    assert [sample.advantage for sample in masked.samples] == [sample.advantage for sample in kept.samples]
+    assert set(outcomes(masked).values()) == {"trained"}
+    assert len(masked.ages) == len(kept.ages) - 5
+
+
+def test_normalised_advantages_have_deviation_one_over_the_batch() -> None:
+    groups = [[trajectory(1, 0, 4.0), trajectory(1, 1, 0.0)], [trajectory(2, 0, 1.0), trajectory(2, 1, 0.0)]]
+    batch = prepared(lend(*groups), advantage="dr_grpo", advantage_normalisation="batch")
+    plain = np.array([2.0, -2.0, 0.5, -0.5])
+    assert [sample.advantage for sample in batch.samples] == pytest.approx(plain / plain.std(), rel=1e-5)
+
+
+def test_the_distance_to_the_reference_is_taken_from_the_reward_of_each_attempt() -> None:
+    pair = [trajectory(1, 0, 1.0, segment((9, 2)), segment((9, 1))), trajectory(1, 1, 1.0)]
+    batch = prepared(lend(pair), advantage="dr_grpo")
+    assert [sample.advantage for sample in batch.samples] == [0, 0, 0]
+    # What the reference says of the prompt, or of an old token, is nobody's business.
+    reference = [
+        np.array(values, np.float32) for values in ([7, 7, -1.5, -0.5], [7, 7, -2.5], [7, 7, -0.5, -0.5, -0.25])
+    ]
+    credit = CreditConfig(advantage="dr_grpo", reference_kl="k1", reference_kl_place="reward", reference_kl_weight=0.1)
+    after = penalised(batch, reference, credit)
+    assert after.shaped.tolist() == pytest.approx([1 - 0.1 * 3.0, 1 + 0.1 * 0.25])
+    assert [sample.advantage for sample in after.samples] == pytest.approx([-0.1625, -0.1625, 0.1625])
+    assert after.rewards.tolist() == [1, 1]
+    gaps = np.array([-1, 0, -2, 0, 0, 0.25])
+    assert after.reference_kl == pytest.approx((np.exp(gaps) - 1 - gaps).mean())
+
+
+def test_a_batch_of_nothing_has_no_distance() -> None:
+    batch = prepared(lend([trajectory(1, 0, 1.0, segment((0, 3)))]))
+    assert penalised(batch, [], CreditConfig()) == batch
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_behaviour_logprob_that_is_not_finite_is_refused_and_the_trajectory_named(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    logprobs = np.array([0, 0, -0.5, value, -0.5], np.float32)
+    with caplog.at_level(logging.ERROR, "learner"):
+        batch = prepared(lend([trajectory(7, 3, 1.0, segment((9, 3), logprobs=logprobs)), trajectory(7, 4, 0.0)]))
+    assert outcomes(batch)[7, 3] == "refused"
+    assert "attempt 7/3, segment 0: a behaviour log-probability is missing, not finite or positive" in caplog.text
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_behaviour_logprobs_that_are_short_or_too_many_are_refused_and_the_trajectory_named(
+    change: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    logprobs = np.full(5 + change, -0.5, np.float32)
+    with caplog.at_level(logging.ERROR, "learner"):
+        batch = prepared(lend([trajectory(7, 3, 1.0, segment((9, 3), logprobs=logprobs)), trajectory(7, 4, 0.0)]))
+    assert outcomes(batch)[7, 3] == "refused"
+    assert "attempt 7/3: " in caplog.text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from async_rl.algorithm_config import AlgorithmConfig
-from trainer.algorithm.aggregation import AGGREGATIONS
+from trainer.algorithm.aggregation import AGGREGATIONS, denominators, over_ranks
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.keep import factor
 from trainer.algorithm.ratios import bounds, importance_ratio, importance_weight
@@ -40,9 +40,11 @@ def _surrogate(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfi
     return surrogate(current, data.advantage, importance_weight(current, data, algorithm))
 
 
-def batch_coefficients(attempt: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """The weight of each trained token of the *whole* batch in its loss: float64 [n]."""
-    return AGGREGATIONS[algorithm.aggregation](attempt)
+def batch_coefficients(attempt: torch.Tensor, group: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """The weight of each trained token of the *whole* batch in its loss: float64 [n], from the attempt and the group of
+    each, int64 [n]. On several ranks each has its tokens, and the denominators are those of all ranks."""
+    of = over_ranks(denominators(attempt, group))
+    return AGGREGATIONS[algorithm.aggregation](attempt, group, of, algorithm.aggregation_length)
 
 
 def partial_loss(

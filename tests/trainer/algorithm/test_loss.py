@@ -47,7 +47,7 @@ def label(parts: dict[str, Any]) -> str:
 
 def made(parts: dict[str, Any]) -> AlgorithmConfig:
     algorithm = AlgorithmConfig(**parts)
-    check_algorithm(algorithm, group_size=2)
+    check_algorithm(algorithm)
     return algorithm
 
 
