@@ -31,8 +31,8 @@ from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.loss import batch_coefficients, partial_loss
 from trainer.algorithm.metrics import ratio_metrics
-from trainer.algorithm.tokens import TokenData
 from trainer.algorithm.reference_kl import k3, partial_penalty
+from trainer.algorithm.tokens import TokenData
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
 from trainer.logprobs import Rows, Scorer, output_head
