@@ -31,8 +31,9 @@ DEFAULT_DIRECTORY = RUNS / LATEST
 
 BENCH_HELP = (
     "Measure a part against its baseline, in one run: async-rl bench NAME --help shows its options. transport: the "
-    "link against raw ZeroMQ; push: adapters to nodes; rollout: the engine against generate; pipeline: the whole loop "
-    "against lock-step; rules: the buffer's cost per trajectory; staleness: learning from old data, by correction."
+    "link against raw ZeroMQ; push: adapters to nodes; rollout: the engine against generate; packing: a training step "
+    "without padding; pipeline: the whole loop against lock-step; rules: the buffer's cost per trajectory; staleness: "
+    "learning from old data, by correction."
 )
 
 EPILOG = """\
@@ -51,6 +52,7 @@ BENCHES = {
     "rules": ("buffer.bench_rules", "buffer"),
     "push": ("inference.bench_push", "inference"),
     "rollout": ("inference.bench_rollout", "inference"),
+    "packing": ("trainer.bench_packing", "trainer"),
     "pipeline": ("async_rl.run.bench_pipeline", ""),
     "staleness": ("async_rl.run.bench_staleness", "trainer"),
 }

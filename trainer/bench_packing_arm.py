@@ -1,0 +1,132 @@
+"""One measurement of `async-rl bench packing`: a process loads a model, trains on one batch, and says what that cost.
+
+python -m trainer.bench_packing_arm JOB        a Job as JSON; the last line of its output is the measures as JSON
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from async_rl.config import AlgorithmConfig, TrainerConfig
+from async_rl.errors import AsyncRLError
+from trainer.backend import Sample
+from trainer.torch_backend import TorchBackend
+
+MIB = 1 << 20
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Measure `steps` steps, after the one whose memory is measured, on attempts of these `lengths` with at
+    most `budget` tokens a micro-batch, and write the gradient to the file `gradient` (float32, .npy)."""
+
+    model: str
+    lengths: list[int]
+    vocabulary: int
+    steps: int
+    gradient: str
+    budget: int
+    packing: Literal["auto", "never"] = "auto"
+    checkpointed: bool = False
+    chunked: bool = True
+
+
+def batch(lengths: list[int], vocabulary: int) -> list[Sample]:
+    """Random attempts; all but the first quarter of each was sampled."""
+    random = np.random.default_rng(0)
+    samples = []
+    for index, length in enumerate(lengths):
+        mask = (np.arange(length) < max(1, length // 4)).astype(np.uint8)
+        behaviour = np.where(mask == 0, -np.log(vocabulary), 0).astype(np.float32)
+        empty: dict[str, Any] = {name: np.zeros(length, np.int32) for name in _PER_TOKEN}
+        samples.append(
+            Sample(
+                tokens=random.integers(0, vocabulary, length).astype(np.int32),
+                behaviour=behaviour,
+                mask=mask,
+                advantage=float(random.normal()),
+                attempt=index,
+                group=index // 8,
+                **empty,
+            )
+        )
+    return samples
+
+
+_PER_TOKEN = set(Sample._fields) - {"tokens", "behaviour", "mask", "advantage", "attempt", "group"}
+
+
+def work(job: Job) -> dict[str, float]:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    trainer = TrainerConfig(
+        # Without these the optimiser's first moment is the gradient, and that is how the gradient is read.
+        beta1=0.0,
+        max_grad_norm=1e30,
+        micro_batch_tokens=job.budget,
+        packing=job.packing,
+        activation_checkpointing=job.checkpointed,
+    )
+    algorithm = AlgorithmConfig(ratio_level="token", treatment="truncate")
+    backend = TorchBackend(job.model, trainer=trainer, algorithm=algorithm, temperature=1.0, seed=0, device="cpu")
+    if backend.scorer.packed != (job.packing == "auto"):
+        raise AsyncRLError(f"{job.model}: its sequences cannot be packed, so there is nothing to compare")
+    backend.scorer.chunked = job.chunked
+    _fill(backend)
+    backend.step(batch([16, 24], job.vocabulary), 0.0)  # what libraries set up once is not a step's
+    samples = batch(job.lengths, job.vocabulary)
+    before = _start_of_peak()
+    backend.step(samples, 0.0)
+    peak = _resident("VmHWM") - before
+    states = [backend.optimizer.state[parameter]["exp_avg"] for parameter in backend.parameters.values()]
+    np.save(job.gradient, torch.cat([state.flatten() for state in states]).numpy())
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(job.steps):
+        backend.step(samples, 0.0)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    each = max(1, job.steps)
+    return {"cpu_s": cpu / each, "wall_s": wall / each, "peak_mib": peak / MIB}
+
+
+def _fill(backend: TorchBackend) -> None:
+    """A fresh adapter's B is zero, and so is then the gradient of A."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in backend.parameters.values():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def _start_of_peak() -> int:
+    """Forget the peak so far; returns the bytes resident now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        raise AsyncRLError(f"peak memory is read from /proc, as Linux has it: {error}") from error
+    return _resident("VmRSS")
+
+
+def _resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AsyncRLError(f"/proc/self/status has no {field}")
+
+
+def main() -> None:
+    try:
+        measures = work(msgspec.json.decode(sys.argv[1], type=Job))
+    except AsyncRLError as error:
+        sys.exit(f"error: {error}")
+    print(msgspec.json.encode(measures).decode())
+
+
+if __name__ == "__main__":
+    main()
