@@ -100,10 +100,10 @@ def write_model(folder: Path, scale: Scale, vocabulary: int) -> Path:
 
 
 def measure(job: Job, reference: Path) -> Measures:
-    """Run a job as two processes; its gradient is compared with that in `reference`, which the baseline writes first."""
+    """Run a job as two processes; its gradient is compared with `reference`, which the baseline writes first."""
     whole = _run(job, {})
     tensors = _run(msgspec.structs.replace(job, steps=0), {"MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES)})
-    gradient, expected = np.load(job.gradient), np.load(reference)
+    gradient, expected = (np.fromfile(path, np.float32) for path in (job.gradient, reference))
     return {
         "cpu_s": whole["cpu_s"],
         "wall_s": whole["wall_s"],
@@ -132,7 +132,7 @@ def cells(folder: Path, scale: Scale, seed: int) -> list[Cell]:
         model = str(write_model(folder, scale, vocabulary))
         jobs = {
             arm: Job(model=model, lengths=drawn, vocabulary=vocabulary, steps=scale.steps,
-                     gradient=str(folder / f"{vocabulary}-{number}.npy"), **options)
+                     gradient=str(folder / f"{vocabulary}-{number}.f32"), **options)
             for number, (arm, options) in enumerate(arms.items())
         }  # fmt: skip
         first = next(iter(jobs))

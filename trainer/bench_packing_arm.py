@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Measure `steps` steps, after the one whose memory is measured, on attempts of these `lengths` with at
-    most `budget` tokens a micro-batch, and write the gradient to the file `gradient` (float32, .npy)."""
+    most `budget` tokens a micro-batch, and write the gradient to the file `gradient` (float32, as they are)."""
 
     model: str
     lengths: list[int]
@@ -86,7 +86,7 @@ def work(job: Job) -> dict[str, float]:
     backend.step(samples, 0.0)
     peak = _resident("VmHWM") - before
     states = [backend.optimizer.state[parameter]["exp_avg"] for parameter in backend.parameters.values()]
-    np.save(job.gradient, torch.cat([state.flatten() for state in states]).numpy())
+    torch.cat([state.flatten() for state in states]).numpy().tofile(job.gradient)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(job.steps):
         backend.step(samples, 0.0)
