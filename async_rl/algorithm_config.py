@@ -44,8 +44,9 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     """ppo clips π/μ itself. topr weights failures only. decoupled_ppo clips π/π_prox, weighted by π_prox/μ."""
     dual_clip: NonNegative = 0.0
     """With ppo and decoupled_ppo, above 1: a failure's loss is at most this times its advantage; 0 is off."""
-    proximal: Literal["log_linear"] = "log_linear"
-    """With decoupled_ppo, where π_prox comes from: between μ and π by the token's age."""
+    proximal: Literal["recomputed", "log_linear"] = "recomputed"
+    """With decoupled_ppo, where π_prox comes from: a pass before the batch's first step, or between μ and π by the
+    token's age."""
     clip_low: NonNegative = 0.8
     clip_high: PositiveFloat = 1.2
     """With decoupled_ppo: the bounds of π/π_prox, as ratio_low and ratio_high are those of π_prox/μ."""
@@ -64,12 +65,17 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     """A token's weight is multiplied by (1 + age)^-age_decay."""
 
 
-def check_algorithm(algorithm: AlgorithmConfig) -> None:
+def check_algorithm(algorithm: AlgorithmConfig, *, updates_per_batch: int = 1) -> None:
     """Refuse parts that do not go together, or not with the rest of the config. Raises ConfigError."""
     _check_ratio(algorithm)
     if algorithm.loss:
         _check_custom_loss(algorithm)
     _check_surrogate(algorithm)
+    if (algorithm.surrogate, algorithm.proximal) == ("decoupled_ppo", "recomputed") and updates_per_batch == 1:
+        raise ConfigError(
+            '[algorithm] surrogate = "decoupled_ppo" clips how far the steps on one batch go, and with one of them '
+            'there is nothing to clip: set [trainer] updates_per_batch above 1, or proximal = "log_linear"'
+        )
     _check_gate(algorithm)
 
 

@@ -124,6 +124,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     weight_decay: NonNegative = 0.0
     max_grad_norm: PositiveFloat = 1.0
+    updates_per_batch: PositiveInt = 1
+    """Optimiser steps on each batch, over disjoint parts of whole groups; the version rises once a batch all the same.
+    Above 1 a pass of its own gives the proximal log-probabilities first."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens computed at once, padding included where there is any; an attempt that has more is computed alone."""
     packing: Literal["auto", "never"] = "auto"
@@ -173,7 +176,13 @@ def check_config(config: Config) -> None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     check_buffer(buffer)
     check_credit(config.algorithm, group_size=buffer.group_size, max_new_tokens=inference.max_new_tokens)
-    check_algorithm(config.algorithm)
+    updates = config.trainer.updates_per_batch
+    check_algorithm(config.algorithm, updates_per_batch=updates)
+    if updates > buffer.groups_per_step:
+        raise ConfigError(
+            f"[trainer] updates_per_batch = {updates} takes whole groups for each update: it may be at most [buffer] "
+            f"groups_per_step = {buffer.groups_per_step}"
+        )
     if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
         raise ConfigError(
             "[inference] max_resident must be at least 3 when evaluation is on (run.eval_every) and in_flight = "

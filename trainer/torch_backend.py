@@ -37,6 +37,7 @@ from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
 from trainer.logprobs import Rows, Scorer, output_head
 from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
+from trainer.minibatches import Snapshot, split_groups
 
 log = logging.getLogger("trainer")
 
@@ -63,6 +64,14 @@ class Accumulated(NamedTuple):
     loss: float
     proximal: torch.Tensor
     reference: torch.Tensor | None
+
+
+class Update(NamedTuple):
+    """One optimiser step: its loss, its gradient's norm (0: nothing was moved), and what was computed before it."""
+
+    loss: float
+    norm: float
+    before: Accumulated
 
 
 class TorchBackend:
@@ -121,32 +130,67 @@ class TorchBackend:
         """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, those of
         `ratio_metrics`, and with a reference in the loss `reference_kl`, the mean k3 of the policy against it. A
         skipped batch moves nothing, not even by weight decay, but its metrics and proximal log-probabilities are real.
-        Raises AsyncRLError for a sample that cannot be trained, naming its attempt."""
+        Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
+
+        With trainer.updates_per_batch above 1 a pass without gradient comes first, for the proximal log-probabilities;
+        then the parts of the batch are trained one after the other, each with denominators of its own. `loss` and
+        `grad_norm` are their means."""
         if not (math.isfinite(learning_rate) and learning_rate >= 0):
             raise ValueError(f"learning rate {learning_rate}: must be finite and at least 0")
         batch = self._flatten(samples)
+        if self.trainer.updates_per_batch == 1:
+            updates = [self._update(samples, batch, learning_rate)]
+            before = updates[0].before
+        else:
+            with torch.no_grad():
+                before = self._accumulate(samples, batch)
+            updates = self._updates(samples, batch, before.proximal, learning_rate)
+        loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
+        if before.reference is not None and batch.n_tokens:
+            metrics["reference_kl"] = float(k3((before.reference - before.proximal).double()).mean())
+        return StepResult(metrics, _unflatten(samples, batch, before.proximal), skipped=norm == 0)
+
+    def _updates(
+        self, samples: Sequence[Sample], whole: Batch, proximal: torch.Tensor, learning_rate: float
+    ) -> list[Update]:
+        """One update for each part of the batch, or none: when one raises, weights and optimiser go back."""
+        saved, steps = Snapshot(self.parameters.values(), self.optimizer), self.optimizer_steps
+        rows = {index: whole.start[row : row + 2] for row, index in enumerate(whole.rows)}
+        updates = []
+        try:
+            for places in split_groups(samples, self.trainer.updates_per_batch):
+                part = [samples[place] for place in places]
+                batch = self._flatten(part)
+                theirs = [proximal[slice(*rows[place])] for place in places if place in rows]
+                data = batch.data._replace(proximal=torch.cat([proximal[:0], *theirs]))
+                updates.append(self._update(part, batch._replace(data=data), learning_rate))
+        except BaseException:
+            saved.restore()
+            self.optimizer_steps = steps
+            raise
+        return updates
+
+    def _update(self, samples: Sequence[Sample], batch: Batch, learning_rate: float) -> Update:
         self.optimizer.zero_grad(set_to_none=True)
         # With every advantage 0, and no distance to pay for, so is the gradient: only log-probabilities matter.
         penalised = self._reference_in_loss and self.algorithm.reference_kl_weight > 0
         learns = batch.n_tokens > 0 and (penalised or bool(batch.data.advantage.any()))
         try:
             with torch.set_grad_enabled(learns):
-                loss, proximal, reference = self._accumulate(samples, batch)
+                before = self._accumulate(samples, batch)
             norm = self._gradient_norm() if learns else 0.0
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if not (math.isfinite(before.loss) and math.isfinite(norm)):
                 raise FloatingPointError(
-                    f"after {self.optimizer_steps} optimiser steps: loss {loss}, gradient norm {norm}; weights and "
-                    "optimiser are unchanged"
+                    f"after {self.optimizer_steps} optimiser steps: loss {before.loss}, gradient norm {norm}; weights "
+                    "and optimiser are unchanged"
                 )
             if norm > 0:
                 self._move(norm, learning_rate)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
-        metrics |= ratio_metrics(proximal, batch.data, self.algorithm)
-        if reference is not None and batch.n_tokens:
-            metrics["reference_kl"] = float(k3((reference - proximal).double()).mean())
-        return StepResult(metrics, _unflatten(samples, batch, proximal), skipped=norm == 0)
+        return Update(before.loss, norm, before)
 
     def _flatten(self, samples: Sequence[Sample]) -> Batch:
         rows, wanted = [], []
@@ -187,7 +231,7 @@ class TorchBackend:
             if reference is not None:
                 reference[where] = self._reference_logprobs(rows)
             current = self.scorer.logprobs(rows, self.temperature)
-            data = TokenData(*(values[where] for values in batch.data))
+            data = batch.data.at(where)
             coefficients = batch.coefficients[where]
             loss = partial_loss(current, data, coefficients, self.algorithm)
             if reference is not None:

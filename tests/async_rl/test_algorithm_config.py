@@ -16,6 +16,7 @@ from async_rl.config import Config, ConfigError, config_from_table, config_table
 
 PPO = {"surrogate": "ppo", "treatment": "clip", "ratio_low": 0.8}
 LEAST: dict[str, Any] = {"model": {"path": "somewhere"}, "task": {"kind": "digit_sort"}}
+SEVERAL = {"updates_per_batch": 4}  # where a preset has need of it
 
 
 def made(**changes: Any) -> Config:
@@ -36,7 +37,11 @@ BROKEN = {
     "dual_clip = 3 limits a clipped ratio": {"algorithm": {"dual_clip": 3.0}},
     'clip_low has a meaning with surrogate = "decoupled_ppo" alone': {"algorithm": {"clip_low": 0.7}},
     'clip_high has a meaning with surrogate = "decoupled_ppo" alone': {"algorithm": PPO | {"clip_high": 1.3}},
-    "must lie between clip_low and clip_high": {"algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.1}},
+    "must lie between clip_low and clip_high": {
+        "algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.1},
+        "trainer": {"updates_per_batch": 2},
+    },
+    "with one of them there is nothing to clip": {"algorithm": {"surrogate": "decoupled_ppo"}},
     'gate_bound has no meaning with gate = "none"': {"algorithm": {"gate_bound": 0.1}},
     'gate_side has no meaning with gate = "none"': {"algorithm": {"gate_side": "away"}},
     'gate = "tv" needs a gate_bound above 0': {"algorithm": {"gate": "tv"}},
@@ -48,8 +53,12 @@ WHOLE = [
     {"algorithm": PPO},
     {"algorithm": {"loss": "a.b:c", "treatment": "uncorrected"}},
     {"algorithm": PPO | {"dual_clip": 1.01, "ratio_high": 1.0, "age_power": -0.5}},
+    {"algorithm": {"surrogate": "decoupled_ppo", "proximal": "log_linear"}},
     {"algorithm": {"surrogate": "topr", "treatment": "mask"}},
-    {"algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.0, "clip_high": 1.0, "treatment": "uncorrected"}},
+    {
+        "algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.0, "clip_high": 1.0, "treatment": "uncorrected"},
+        "trainer": {"updates_per_batch": 2},
+    },
     {"algorithm": TV | {"gate_side": "away"}},
     {"algorithm": TV | {"gate_level": "sequence"}},
 ]
@@ -81,9 +90,12 @@ def test_parts_that_just_go_together_pass(sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", shipped_presets())
 def test_a_preset_gives_its_keys_and_the_config_its_own(name: str) -> None:
     keys = tomllib.loads(shipped_presets()[name].read_text())
-    algorithm = made(algorithm={"preset": name}).algorithm
+    algorithm = made(algorithm={"preset": name}, trainer=SEVERAL).algorithm
     assert {key: getattr(algorithm, key) for key in keys} == keys
-    assert made(algorithm={"preset": name, "aggregation": "token_mean"}).algorithm.aggregation == "token_mean"
+    assert (
+        made(algorithm={"preset": name, "aggregation": "token_mean"}, trainer=SEVERAL).algorithm.aggregation
+        == "token_mean"
+    )
 
 
 def test_an_unknown_preset_names_the_nearest_one() -> None:

@@ -95,6 +95,10 @@ def test_a_wrong_value_names_the_file_and_the_key(sections: dict[str, Any], plac
 BROKEN = {
     "[task] needs a key `kind`": {"task": {}},
     "[model] needs `path`": {"model": {}},
+    "updates_per_batch = 5 takes whole groups": {
+        "trainer": {"updates_per_batch": 5},
+        "buffer": {"groups_per_step": 4},
+    },
     "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
     "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
     "true needs other settings: add --set buffer.order=fifo --set inference.handover=discard --set inference.co": {
@@ -107,6 +111,7 @@ BROKEN = {
 # Each as near as one can come to the rule above it without breaking it.
 WHOLE = [
     {"model": {"tiny": {}}},
+    {"trainer": {"updates_per_batch": 4}, "buffer": {"groups_per_step": 4}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 2, "in_flight": "continue"}},
     {"inference": {"max_resident": 2}},

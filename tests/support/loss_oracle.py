@@ -13,12 +13,13 @@ import numpy as np
 
 
 class Tokens(NamedTuple):
-    """Plain lists, one entry per trained token."""
+    """Plain lists, one entry per trained token; `proximal` where it is not the current policy."""
 
     behaviour: list[float]
     advantage: list[float]
     attempt: list[int]
     age: list[int]
+    proximal: list[float] | None = None
 
 
 def members(t: int, tokens: Tokens, level: str) -> list[int]:
@@ -120,10 +121,10 @@ def surrogate(t: int, current: list[float], constant: list[float], tokens: Token
         r = ratio(t, current, constant, tokens, algorithm.ratio_level)
         return ppo(r, advantage, *bounds(t, tokens, algorithm), algorithm.dual_clip)
     if algorithm.surrogate == "decoupled_ppo":
-        proximal = []
-        for mu, pi, age in zip(tokens.behaviour, constant, tokens.age, strict=True):
-            share = age / (1 + age) if algorithm.proximal == "log_linear" else 1.0
-            proximal.append(mu + share * (pi - mu))
+        proximal = tokens.proximal or constant
+        if algorithm.proximal == "log_linear":
+            between = zip(tokens.behaviour, constant, tokens.age, strict=True)
+            proximal = [mu + age / (1 + age) * (pi - mu) for mu, pi, age in between]
         r = math.exp(clamp(current[t] - proximal[t], -20, 20))
         clipped = ppo(r, advantage, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
         return weight(t, proximal, tokens, algorithm) * clipped

@@ -1,7 +1,8 @@
 """The loss: ratio level → treatment → surrogate → what trains → aggregation, composed as [algorithm] says.
 
-In the first optimiser step of a batch the current policy *is* the proximal one, and one pass gives both: proximal =
-current.detach(). The two differ only in what the gradient may flow through.
+With one optimiser step a batch (trainer.updates_per_batch = 1) the current policy *is* the proximal one, and one pass
+gives both: proximal = current.detach(). The two differ only in what the gradient may flow through. Weights and gates
+take π for the current policy in every step, so that the gradient is corrected for what sampled, not for what was.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _surrogate(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfi
         ratio = importance_ratio(current, data, algorithm.ratio_level)
         return ppo(ratio, data.advantage, *bounds(data, algorithm, ratio.dtype), algorithm.dual_clip)
     if algorithm.surrogate == "decoupled_ppo":
-        proximal = current.detach()
+        proximal = current.detach() if data.proximal is None else data.proximal
         if algorithm.proximal == "log_linear":
             proximal = log_linear_proximal(current, data.behaviour, data.age)
         weight = importance_weight(proximal, data, algorithm)

@@ -24,7 +24,7 @@ spec.loader.exec_module(bandit)
 FREE = {"ratio_low": 0.0, "ratio_high": 1e8}
 WEIGHT = {"treatment": "truncate", **FREE}
 PPO = {"surrogate": "ppo", "treatment": "clip", **FREE}
-DECOUPLED = {"surrogate": "decoupled_ppo", **WEIGHT, "clip_low": 0.0, "clip_high": 1e8}
+DECOUPLED = {"surrogate": "decoupled_ppo", "proximal": "log_linear", **WEIGHT, "clip_low": 0.0, "clip_high": 1e8}
 WHOLE_ANSWERS: list[dict[str, Any]] = [{"ratio_level": "sequence", **parts} for parts in (WEIGHT, PPO)]
 SINGLE_TOKENS: list[dict[str, Any]] = [
     {"ratio_level": level, **parts} for level in LEVELS for parts in (WEIGHT, PPO)

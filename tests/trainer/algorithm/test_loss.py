@@ -28,9 +28,11 @@ PARTS: list[dict[str, Any]] = [
     {"treatment": "mask", **BOUNDS, "age_power": -1.0},
     *({"surrogate": "topr", "ratio_level": level, "treatment": treatment, "ratio_high": 1.0}
       for level in LEVELS for treatment in ("truncate", "mask")),
-    *({"surrogate": "decoupled_ppo", "ratio_level": level, "treatment": treatment, "ratio_high": 1.3}
+    *({"surrogate": "decoupled_ppo", "ratio_level": level, "treatment": treatment, "ratio_high": 1.3,
+       "proximal": "log_linear"}
       for level in LEVELS for treatment in ("truncate", "mask", "uncorrected")),
-    {"surrogate": "decoupled_ppo", "ratio_level": "token", "clip_low": 0.9, "clip_high": 1.05, "dual_clip": 1.5},
+    {"surrogate": "decoupled_ppo", "ratio_level": "token", "clip_low": 0.9, "clip_high": 1.05, "dual_clip": 1.5,
+     "proximal": "log_linear"},
     *({"gate": kind, "gate_level": level, "gate_bound": bound}
       for kind in DIVERGENCES for level in ("token", "sequence") for bound in (0.003, 0.1)),
     *({"gate": kind, "gate_side": "away", "gate_bound": 0.05} for kind in DIVERGENCES),
@@ -98,6 +100,24 @@ def test_weights_carry_no_gradient(parts: dict[str, Any]) -> None:
         weight = 1.0 if plain else oracle.weight(t, values, tokens, algorithm)
         expected = -oracle.factor(t, values, tokens, algorithm) * weight * advantage
         assert float(gradient[t]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", oracle.CASES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_decoupled_ppo_of_a_later_step_equals_the_oracle(level: str, name: str) -> None:
+    """The proximal policy is one that the batch's earlier steps have left."""
+    algorithm = AlgorithmConfig(
+        surrogate="decoupled_ppo", ratio_level=level, ratio_high=1.3, clip_low=0.9, clip_high=1.1, dual_clip=2.0
+    )
+    values, tokens = oracle.case(name)
+    tokens = tokens._replace(proximal=[min(value + 0.15 * (-1) ** t, 0.0) for t, value in enumerate(values)])
+    current = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    losses = token_losses(current, data_of(tokens), algorithm)
+    (gradient,) = torch.autograd.grad(losses.sum(), current)
+    for t in range(len(values)):
+        assert float(losses[t].detach()) == pytest.approx(oracle.token_loss(t, values, values, tokens, algorithm))
+        slope = oracle.gradient(t, values, tokens, algorithm)
+        assert float(gradient[t]) == pytest.approx(slope, rel=1e-5, abs=1e-7)
 
 
 def test_ppo_lets_no_gradient_through_what_the_clip_decides() -> None:
@@ -179,7 +199,7 @@ def test_with_identical_policies_every_part_is_the_plain_policy_gradient(batch: 
     _, data = batch
     current = data.behaviour.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(token_losses(current, data, algorithm).sum(), current)
-    expected = -data.advantage / (1.0 + data.age) ** algorithm.age_decay
+    expected = -data.advantage / (1.0 + data.age.double()) ** algorithm.age_decay
     assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-15)
 
 
