@@ -21,6 +21,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.bench_staleness_cells import Sampled, SampleOrder
 from async_rl.run.model_cache import model_path
 from async_rl.run.pipes import take_over_pipes
+from async_rl.run.process import follow_parent
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Task, instance_of
 from async_rl.trajectory import Trajectory, encode_trajectory
@@ -78,6 +79,7 @@ def make_sampler(config: Config) -> Sampler:
 
 
 def main(config: str, *overrides: str) -> None:
+    follow_parent()
     torch.set_num_threads(1)
     orders, answer = take_over_pipes()
     try:

@@ -35,6 +35,7 @@ from async_rl.run.bench_staleness_cells import (
 from async_rl.run.launch import child_environment
 from async_rl.run.model_cache import model_path
 from async_rl.run.pipes import Child, take_over_pipes
+from async_rl.run.process import follow_parent
 from async_rl.trajectory import decode_trajectory
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, Lease, SamplingParams
@@ -186,6 +187,7 @@ def prepared(config: Config, drawn: Received, backend: Backend) -> TrainingBatch
 
 
 def main(config: str) -> None:
+    follow_parent()
     torch.set_num_threads(1)
     tasks, answer = take_over_pipes()
     arguments = [config, f"inference.slots={SLOTS}", "inference.compile=never"]

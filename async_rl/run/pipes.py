@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -55,9 +55,9 @@ class Child:
     """A process that answers each question with one frame: `python -P -m module arguments`, its stderr this one's.
 
     Not for children that send unasked: one question is under way at a time. A context manager that leaves no process
-    behind."""
+    behind. A child that follows its parent (async_rl.run.process) follows the thread that made it."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._module = module
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],

@@ -158,6 +158,12 @@ def die_with_parent(expected_parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def follow_parent() -> None:
+    """For a process that works for the one that started it: end when that does, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
+
+
 def _exporting(context: PoolContext, module: str) -> AbstractContextManager[None]:
     """Metrics for Prometheus, if the config wants them; the pool is the package that the module lies in."""
     if not context.config.run.prometheus:
