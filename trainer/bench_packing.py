@@ -61,7 +61,7 @@ class Scale(NamedTuple):
     steps: int
 
 
-FULL = Scale(attempts=32, longest=384, hidden=256, layers=4, vocabulary=2048, large_vocabulary=16384, steps=2)
+FULL = Scale(attempts=32, longest=384, hidden=256, layers=4, vocabulary=2048, large_vocabulary=16384, steps=1)
 QUICK = Scale(attempts=32, longest=64, hidden=64, layers=2, vocabulary=256, large_vocabulary=2048, steps=1)
 
 

@@ -135,7 +135,7 @@ class Scorer:
     def _try_packing(self) -> str:
         """Switch the model to packed attention if its log-probabilities stay what they are; else why not."""
         before = self.model.config._attn_implementation
-        tokens, changed = _check_sequences(output_head(self.model).weight.shape[0])
+        tokens, changed = _check_sequences(vocabulary_size(self.model))
         wanted = [np.arange(1, len(sequence)) for sequence in tokens]
         padded = self.logprobs(padded_rows(tokens, wanted, self.device), 1.0)
         alone = [
@@ -154,7 +154,7 @@ class Scorer:
                 raise Unpackable(f"packed log-probabilities differ by {gap:.2g} nats")
             if not torch.equal(packed[len(wanted[0]) :], other[len(wanted[0]) :]):
                 raise Unpackable("packed sequences see each other")
-        except (Unpackable, TypeError, ValueError, RuntimeError) as error:
+        except (Unpackable, TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             self.model.set_attn_implementation(before)
             return str(error)
         self.packed = True
@@ -166,6 +166,11 @@ def output_head(model: nn.Module) -> nn.Module:
     if not isinstance(head, nn.Module):
         raise AsyncRLError(f"model {type(model).__name__}: no output head (lm_head), so it is not a language model")
     return head
+
+
+def vocabulary_size(model: Any) -> int:
+    """Some models have more logits than embeddings, or the reverse; a token must have both."""
+    return int(min(model.get_input_embeddings().weight.shape[0], output_head(model).weight.shape[0]))
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -196,7 +201,7 @@ def _logits_are_not_the_heads(scorer: Scorer) -> str:
     """Whether the model does anything between decoder and head, or to the logits after the head; "" if not. The head's
     output is enlarged meanwhile, so that a soft cap shows on a model of small logits too."""
     model, head = scorer.model, scorer.head
-    tokens, _ = _check_sequences(head.weight.shape[0])  # type: ignore[union-attr, index]
+    tokens, _ = _check_sequences(vocabulary_size(model))
     rows = padded_rows(tokens, [np.arange(1, len(sequence)) for sequence in tokens], scorer.device)
     seen: dict[str, torch.Tensor] = {}
 

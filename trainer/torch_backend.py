@@ -35,7 +35,7 @@ from trainer.algorithm.reference_kl import k3, partial_penalty
 from trainer.algorithm.tokens import TokenData
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
-from trainer.logprobs import Rows, Scorer, output_head
+from trainer.logprobs import Rows, Scorer, vocabulary_size
 from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
 from trainer.minibatches import Snapshot, split_groups
 
@@ -117,10 +117,7 @@ class TorchBackend:
             fused=True,  # one pass over the whole adapter, on CPU too
         )
         self.optimizer_steps = 0
-        # Some models have more logits than embeddings, or the reverse; a token must have both.
-        self.vocabulary_size = min(
-            self.model.get_input_embeddings().weight.shape[0], output_head(self.model).weight.shape[0]
-        )
+        self.vocabulary_size = vocabulary_size(self.model)
         self.modules = tuple(target.name for target in self.targets.modules)
         self._dtype = next(iter(self.parameters.values())).dtype  # float32, or what is wider
 

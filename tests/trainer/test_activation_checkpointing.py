@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 from tiny_lm import VOCABULARY, tiny_lm
 from torch import nn
 
-from async_rl.config import ConfigError, TrainerConfig
+from async_rl.config import AlgorithmConfig, ConfigError, TrainerConfig
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.logprobs import Scorer
 from trainer.lora import attach_lora, resolve_targets
+from trainer.torch_backend import TorchBackend
 
 
 @contextmanager
@@ -62,6 +64,21 @@ def test_gradients_are_the_same_and_less_is_kept(kind: str, packing: str) -> Non
     assert torch.equal(values, again)
     torch.testing.assert_close(recomputed, gradient, rtol=1e-6, atol=1e-7)
     assert less < 0.4 * kept
+
+
+def test_the_key_of_the_configuration_does_it(tmp_path: Path) -> None:
+    tiny_lm("qwen3").save_pretrained(tmp_path)
+    kept = {}
+    for wanted in (False, True):
+        trainer = TrainerConfig(rank=4, activation_checkpointing=wanted)
+        backend = TorchBackend(
+            tmp_path, trainer=trainer, algorithm=AlgorithmConfig(), temperature=1.0, seed=0, device="cpu"
+        )
+        sequence = np.arange(60, dtype=np.int32) % VOCABULARY
+        with kept_bytes() as total:
+            backend.scorer.logprobs(backend.scorer.rows([sequence], [np.arange(1, 60)]), 1.0)
+        kept[wanted] = total[0]
+    assert kept[True] < 0.4 * kept[False]
 
 
 def test_without_gradients_the_layers_compute_as_before() -> None:

@@ -11,6 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer import head as head_module
 from trainer.head import head_logprobs
 
 WIDTH, VOCABULARY = 6, 11
@@ -71,7 +72,11 @@ def test_a_head_that_trains_gets_its_gradient_too_and_so_does_an_adapter_on_it()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_head_is_computed_in_float32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("promoted_at_a_time", [1, 4, VOCABULARY])
+def test_a_half_precision_head_is_computed_in_float32(
+    dtype: torch.dtype, promoted_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", promoted_at_a_time * WIDTH * 4)
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(dtype).requires_grad_(False)
     hidden = (4 * torch.randn(40, WIDTH)).to(dtype).requires_grad_()

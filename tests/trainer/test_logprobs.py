@@ -119,6 +119,24 @@ def test_a_packed_sequence_does_not_see_the_others(kind: str) -> None:
             assert not same[~kept].all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_packing_is_judged_by_what_padding_alone_changes(dtype: torch.dtype) -> None:
+    made = scorer(tiny_lm("qwen3", dtype), packed=True, chunked=True)
+    tokens, wanted = sequences()
+    with torch.no_grad():
+        found = made.logprobs(made.rows(tokens, wanted), 1.0)
+    exact = tiny_lm("qwen3", dtype).double()
+    expected = [plain_logprobs(exact, row, where, 1.0) for row, where in zip(tokens, wanted, strict=True)]
+    assert found.dtype == torch.float32
+    assert np.abs(found.numpy() - np.concatenate(expected)).mean() < 0.05
+
+
+def test_a_model_with_fewer_embeddings_than_logits_is_tried_with_tokens_that_it_has() -> None:
+    model = tiny_lm("qwen3")
+    model.model.embed_tokens = torch.nn.Embedding(5, 32)
+    assert Scorer(model).packed
+
+
 def test_packing_never_leaves_the_models_own_attention() -> None:
     model = tiny_lm("qwen3")
     own = model.config._attn_implementation
