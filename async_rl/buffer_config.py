@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from async_rl.schema import ConfigError, Count, PositiveFloat, PositiveInt, Section
+from async_rl.schema import ConfigError, Count, Fraction, PositiveFloat, PositiveInt, Section
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):
@@ -39,6 +39,13 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     zero_variance: Literal["keep", "refill"] = "keep"
     """What to do with a group whose rewards are all equal: train it all the same, or drop it and lease its ticket
     again with another instance."""
+    adaptive: bool = False
+    """Nodes work fewer versions ahead while the trainer reports that old data serves it badly, and more again, up to
+    max_staleness, when it has been well for a while."""
+    adaptive_ess: Fraction = 0.3
+    """An effective sample size of the token ratios below this, as a fraction, is trouble."""
+    adaptive_k3: PositiveFloat = 0.05
+    """So is a k3 between sampling and trained policy above this, in nats a token."""
     retire_above: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Task instances of which at least this part of all attempts passed, over at least `retire_after` of them, are not
     asked again: 0.9, say. 0 is never. Needs a task with a finite set of instances, and so does difficulty."""
@@ -108,6 +115,11 @@ def check_buffer(buffer: BufferConfig) -> None:
         raise ConfigError(
             f'[buffer] order = "{buffer.order}" has no meaning with on_stale = "{buffer.on_stale}", which takes what '
             "is ready and waits for nobody: remove it"
+        )
+    if buffer.adaptive and min(lead(buffer), buffer.max_staleness - 1) < 1:
+        raise ConfigError(
+            f"[buffer] adaptive has nothing to adapt with max_staleness = {buffer.max_staleness} and nodes that work "
+            f"{max(0, lead(buffer))} versions ahead: raise max_staleness to 2 or more, or set adaptive = false"
         )
     if lead(buffer) < 0:
         what = (

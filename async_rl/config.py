@@ -208,6 +208,7 @@ def lacking_for_determinism(config: Config) -> list[str]:
     wanted = {
         "buffer.order": (buffer.order, "fifo"),
         "buffer.on_stale": (buffer.on_stale, "wait"),
+        "buffer.adaptive": (str(buffer.adaptive).lower(), "false"),
         "buffer.retire_above": (f"{buffer.retire_above:g}", "0"),
         "buffer.difficulty": (buffer.difficulty, "uniform"),
         "inference.in_flight": (inference.in_flight, "finish"),

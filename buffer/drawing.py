@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.proof import CANARY
 from buffer import restarts
+from buffer.adaptive import Report, next_bound
 from buffer.events import BatchConfirmed, DrawRequested, Effect, LendBatch, LendRecorded, PolicyRegistered
 from buffer.groups import batch_group
 from buffer.quarantine import KEPT
@@ -69,9 +70,13 @@ def batch_confirmed(replay: Replay, event: BatchConfirmed, now: float, effects: 
     if problem:
         replay.end(f"the trainer confirms batch {event.batch}, but {problem}", effects)
         return
+    rules = replay.rules
     replay.groups.confirm(replay.lent, outcomes, replay.confirmed_batches + 1)
     replay.lent = None
     replay.confirmed_batches += 1
+    if rules.adaptive:
+        report = Report(event.ess, event.k3)
+        replay.bound = next_bound(replay.bound, report, rules.max_staleness, rules.adaptive_ess, rules.adaptive_k3)
     replay.groups.sweep(replay.confirmed_batches)
 
 

@@ -160,8 +160,12 @@ class DrawRequested(Event, frozen=True, tag=True, array_like=True):
 
 
 class BatchConfirmed(Event, frozen=True, tag=True, array_like=True):
+    """`ess` and `k3` are what the step was like, None when nothing trained: see buffer.adaptive."""
+
     batch: int
     dispositions: tuple[Disposition, ...]
+    ess: float | None = None
+    k3: float | None = None
 
 
 class EvalRequested(Event, frozen=True, tag=True, array_like=True):

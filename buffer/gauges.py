@@ -33,6 +33,9 @@ QUARANTINES = Metric("counter", "async_rl_buffer_quarantines_total", "How often 
 MISMATCH = Metric("gauge", "async_rl_buffer_engine_mismatch_nats", "The largest |dlogp| of any node's last probe.")
 TRAINERS = Metric("gauge", "async_rl_buffer_trainers", "1 when the trainer is here.")
 NEWEST = Metric("gauge", "async_rl_buffer_newest_version", "The newest policy version that was published.")
+ADAPTIVE_BOUND = Metric(
+    "gauge", "async_rl_buffer_adaptive_bound_versions", "The bound that nodes work by, with buffer.adaptive."
+)
 BOUND = Metric("gauge", "async_rl_buffer_max_staleness_versions", "The bound: buffer.max_staleness.")
 BATCHES = Metric("counter", "async_rl_buffer_confirmed_batches_total", "Batches in the weights' lineage.")
 PUSH = Metric("histogram", "async_rl_buffer_push_seconds", "From a policy's publication to a node that serves it.")

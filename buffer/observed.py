@@ -97,6 +97,7 @@ class Observed:
             quarantined=replay.nodes.quarantined,
             returned=replay.nodes.returned,
             reused=replay.reused,
+            adaptive_bound=replay.bound.bound if replay.rules.adaptive else None,
         )
 
     def reading(self, replay: Replay, nodes: Iterable[str], trainer: str, server: Server) -> Reading:
@@ -114,6 +115,7 @@ class Observed:
             gauges.TRAINERS: int(bool(trainer)),
             gauges.NEWEST: self._newest.version if self._newest else None,
             gauges.BOUND: self._config.buffer.max_staleness,
+            gauges.ADAPTIVE_BOUND: replay.bound.bound if replay.rules.adaptive else None,
             gauges.BATCHES: replay.confirmed_batches,
             gauges.PUSH: self._push_seconds.read(),
             gauges.REFUSED: gauges.refused(server),

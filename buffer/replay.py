@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal
 from async_rl.version import is_stale, judged_version
 from async_rl.wire.messages import Lease, Progress, SamplingParams
 from buffer import attesting, drawing, leaving, restarts
+from buffer.adaptive import AdaptiveBound, adaptive_lead
 from buffer.admission import least_version, may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
@@ -75,6 +76,7 @@ class Replay:
         self.handovers = Handovers()
         self.confirmed_batches = 0
         self.covered = 0
+        self.bound = AdaptiveBound(rules.max_staleness)
         self.trainer: TrainerJoined | None = None
         self.lent: list[Group] | None = None
         self.draw_pending = False
@@ -99,6 +101,11 @@ class Replay:
     def reused(self) -> dict[str, int]:
         """What was lent again and confirmed, beside the ledger, and how many batches were smaller: see buffer.reuse."""
         return dict(self.groups.pool.counts)
+
+    @property
+    def lead(self) -> int:
+        """K_a, as it is now."""
+        return adaptive_lead(self.rules, self.bound.bound) if self.rules.adaptive else self.rules.lead
 
     @property
     def outside(self) -> dict[str, int]:
@@ -348,9 +355,10 @@ class Replay:
     def _lease_training(self, now: float, effects: list[Effect]) -> None:
         """Lowest ticket to the newest waiting node, until one of ticket, node, version or credit is lacking."""
         rules, groups, queue, nodes = self.rules, self.groups, self.groups.queue, self.nodes
+        lead = self.lead
         while (version := nodes.newest_waiting()) is not None:
             ticket = queue.lowest()
-            if ticket is None or not may_lease(ticket, version, rules.lead, rules.fresh_groups):
+            if ticket is None or not may_lease(ticket, version, lead, rules.fresh_groups):
                 return
             if not groups.has_credit(ticket):
                 return

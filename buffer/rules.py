@@ -49,6 +49,9 @@ class Rules(NamedTuple):
     retire_above: float = 0.0
     retire_after: int = 16
     weighted: bool = False
+    adaptive: bool = False
+    adaptive_ess: float = 0.3
+    adaptive_k3: float = 0.05
 
     @property
     def fresh_groups(self) -> int:
@@ -85,4 +88,7 @@ def rules_from_config(config: Config) -> Rules:
         retire_above=buffer.retire_above,
         retire_after=buffer.retire_after,
         weighted=buffer.difficulty == "weighted",
+        adaptive=buffer.adaptive,
+        adaptive_ess=buffer.adaptive_ess,
+        adaptive_k3=buffer.adaptive_k3,
     )

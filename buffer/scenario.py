@@ -149,6 +149,8 @@ class Scenario(NamedTuple):
     """Share of task instances whose rewards are all equal."""
     skipped: float = 0.0
     """Share of batches of which the trainer refuses everything."""
+    troubled: float = 0.0
+    """Share of steps after which the trainer reports that what it got was too far from what it trains."""
     draw_timeout_s: float = 10_000.0
     """The trainer waits so long for one batch; then the run is stuck, and ends with who waited for whom."""
     eval_every: int = 0

@@ -230,7 +230,7 @@ class Service:
 
     def _on_confirm(self, received: Received) -> None:
         message: Confirm = received.message
-        self._apply(events.BatchConfirmed(message.batch, message.dispositions))
+        self._apply(events.BatchConfirmed(message.batch, message.dispositions, message.ess, message.k3))
         self._send(received.peer, Confirmed(message.batch, self._replay.progress()))
 
     def _on_eval(self, received: Received) -> None:

@@ -22,6 +22,7 @@ from async_rl import proof, version
 from async_rl.errors import AsyncRLError
 from async_rl.wire import messages
 from buffer import (
+    adaptive,
     admission,
     capacity,
     evaluation,
@@ -44,8 +45,8 @@ from buffer import (
 SNAPSHOT_SCHEMA = 3
 
 MODULES: tuple[ModuleType, ...] = (
-    version, proof, messages, admission, capacity, evaluation, events, groups, handover, instances, leases, ledger,
-    newest, nodes, order, proofs, quarantine, replay, reuse,
+    version, proof, messages, adaptive, admission, capacity, evaluation, events, groups, handover, instances, leases,
+    ledger, newest, nodes, order, proofs, quarantine, replay, reuse,
 )  # fmt: skip
 CLASSES: Mapping[str, type] = {
     f"{module.__name__}.{name}": kind

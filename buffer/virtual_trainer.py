@@ -103,7 +103,8 @@ class VirtualTrainer:
     ) -> None:
         version, speed = batch.for_version + 1, self._speed
         policy = PolicyId("main", version, self.served[-1].digest if skipped else f"d{version}")
-        self._world.apply(BatchConfirmed(batch.batch, dispositions))
+        ess = float(next(self._chance) >= self._scenario.troubled) if self._scenario.troubled else None
+        self._world.apply(BatchConfirmed(batch.batch, dispositions, ess))
         export_s = next(self._export_s) / speed.workers
         self._world.at(export_s, self._publish, policy)
         upload_s = next(self._upload_s) / speed.workers

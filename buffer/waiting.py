@@ -36,7 +36,7 @@ def _ticket(replay: Replay, ticket: int) -> str:
     ready = list(replay.nodes.ready())
     if not ready:
         return f"ticket {ticket} (not leased: no node is ready, {_states(replay)})"
-    need = least_version(ticket, replay.rules.lead, replay.rules.fresh_groups)
+    need = least_version(ticket, replay.lead, replay.rules.fresh_groups)
     able = [node for node in ready if node.version >= need]
     if not able:
         newest = max(node.version for node in ready)

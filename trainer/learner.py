@@ -48,7 +48,7 @@ from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
 from trainer.proving import Prover
 from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
-from trainer.records import batch_record, pools_record, sample_records, samples_due
+from trainer.records import batch_record, health, pools_record, sample_records, samples_due
 from trainer.schedule import learning_rate_at
 from trainer.trackers import Records, RecordWriter, open_trackers
 
@@ -132,7 +132,7 @@ class Learner:
                     result = self._backend.step(batch.samples, rate)
                 trained_at = time.monotonic()
                 reached("trainer.after-step")
-                self._confirm(drawn.message, batch)
+                self._confirm(drawn.message, batch, result)
                 reached("trainer.after-confirm")
                 published = self._publish()
                 published_at = time.monotonic()
@@ -192,11 +192,12 @@ class Learner:
             return batch
         return penalised(batch, self._backend.reference(batch.samples), algorithm)
 
-    def _confirm(self, drawn: Batch, batch: TrainingBatch) -> None:
-        """Close the batch for good; only then does the version rise. A skipped step leaves the digest as it is. Not
-        interruptible: weights that have moved belong to the next version, and so does the buffer's progress."""
+    def _confirm(self, drawn: Batch, batch: TrainingBatch, result: StepResult) -> None:
+        """Close the batch for good, and say how its age served; only then does the version rise. A skipped step leaves
+        the digest as it is. Not interruptible: weights that have moved belong to the next version, and so does the
+        buffer's progress."""
         received = self._talk.ask(
-            Confirm(drawn.batch, batch.dispositions), Confirmed, self._patience_s,
+            Confirm(drawn.batch, batch.dispositions, *health(result)), Confirmed, self._patience_s,
             f"the closing of batch {drawn.batch}", wanted=lambda confirmed: confirmed.batch == drawn.batch,
         )  # fmt: skip
         confirmed: Confirmed = received.message

@@ -14,6 +14,7 @@ from async_rl.run.metrics import Record
 from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
 from async_rl.version import oldest_version, token_versions
 from async_rl.wire.messages import BatchGroup, Status
+from trainer.backend import StepResult
 from trainer.batches import TrainingBatch
 
 LENGTH_QUANTILES = 32  # the lengths of a step's answers are kept as this many quantiles and the smallest
@@ -111,6 +112,14 @@ def _journey(batch: TrainingBatch) -> Record:
     }  # fmt: skip
 
 
+def health(result: StepResult) -> tuple[float | None, float | None]:
+    """Effective sample size of the token ratios (a fraction), and k3 (nats a token): what the adaptive bound goes by.
+    None where nothing was trained on, or the backend does not say."""
+    if not result.metrics.get("tokens"):
+        return None, None
+    return result.metrics.get("ess_token"), result.metrics.get("k3")
+
+
 def sample_records(batch: TrainingBatch, step: int) -> list[Record]:
     """The first trajectory of some groups, whole, for people to look at: token ids, mask, version runs."""
     records: list[Record] = []
@@ -176,6 +185,7 @@ def pools_record(status: Status, pushes_before: int, mismatches_before: int = 0)
         "quarantined": status.quarantined,
         "returned": status.returned,
         "reused": status.reused,
+        "adaptive_bound": status.adaptive_bound,
         "nodes": [
             {
                 "name": node.name,

@@ -209,7 +209,7 @@ def live_state(status: Status, run: str, endpoint: str, directory: RunDirectory 
         outside=status.outside,
         push_ms=_pushes(status.push_ms, status.pushes),
         waiting=status.waiting,
-        **_last_step(records, status.bound),
+        **_last_step(records, status.bound, status.adaptive_bound),
     )
 
 
@@ -233,12 +233,17 @@ def _live_node(node: NodeStatus, newest: int | None) -> NodeState:
     )
 
 
-def _last_step(records: Sequence[Record], bound: int | None) -> dict[str, Any]:
+def _last_step(records: Sequence[Record], bound: int | None, adaptive: int | None = None) -> dict[str, Any]:
     steps = steps_of(records)
     last = steps[-1] if steps else {}
     return {
         "reward": last.get("reward"),
-        "staleness": {"max": last.get("staleness_max"), "mean": last.get("staleness_mean"), "bound": bound},
+        "staleness": {
+            "max": last.get("staleness_max"),
+            "mean": last.get("staleness_mean"),
+            "bound": bound,
+            "adaptive_bound": adaptive,
+        },
     }
 
 

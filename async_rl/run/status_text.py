@@ -107,6 +107,8 @@ def _ledger(state: RunState) -> str | None:
 
 def _staleness(staleness: Mapping[str, float | None]) -> str:
     bound = f"bound {_number(staleness.get('bound'))}"
+    if staleness.get("adaptive_bound") is not None:
+        bound += f" (nodes work by {staleness['adaptive_bound']})"
     if staleness.get("max") is None:
         return bound
     return f"max {_number(staleness['max'])}, mean {_number(staleness['mean'], '.2f')} in the last step, {bound}"

@@ -303,10 +303,12 @@ class Disposition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Confirm(Message, frozen=True, array_like=True, tag=True):
-    """What became of every trajectory of a batch; closes it for good."""
+    """What became of every trajectory of a batch; closes it for good. `ess`, `k3`: its step's (buffer.adaptive)."""
 
     batch: int
     dispositions: tuple[Disposition, ...]
+    ess: float | None = None
+    k3: float | None = None
 
 
 class Confirmed(Message, frozen=True, array_like=True, tag=True):
@@ -410,6 +412,7 @@ class Status(Message, frozen=True, tag=True):
     quarantined: int = 0
     returned: int = 0
     reused: dict[str, int] = {}
+    adaptive_bound: int | None = None
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):

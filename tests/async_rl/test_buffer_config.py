@@ -28,10 +28,12 @@ BROKEN = {
     "may delay a ticket by 5 batches, more than max_staleness = 4: make window smaller": {
         "order": "windowed", "groups_per_step": 2, "window": 10,
     },
+    "adaptive has nothing to adapt with max_staleness = 1": {"adaptive": True, "max_staleness": 1},
 }  # fmt: skip
 BROKEN_AS_WELL = {
     'window has no meaning with order = "replay"': {"order": "replay", "reuse": 2, "window": 2},
     'reuse has no meaning with order = "fifo"': {"reuse": 2},
+    "nodes that work 0 versions ahead": {"adaptive": True, "order": "replay", "reuse": 5},
     'order = "fresh" has no meaning with on_stale = "mask"': {"order": "fresh", "on_stale": "mask"},
     "reuse = 6 trains a group again in the next 5 batches, more than max_staleness = 4: make reuse smaller": {
         "order": "replay", "reuse": 6,
@@ -43,6 +45,8 @@ WHOLE: list[dict[str, Any]] = [
     {"order": "windowed", "groups_per_step": 2, "window": 9},
     {"order": "windowed", "on_stale": "wait"},
     {"order": "fresh", "max_staleness": 0},
+    {"adaptive": True, "max_staleness": 2},
+    {"adaptive": True, "order": "replay", "reuse": 4},
     {"order": "replay", "reuse": 5},
     {"order": "replay", "reuse": 2, "groups_per_step": 1},
 ]

@@ -125,7 +125,7 @@ def nobody_waits_for_credit(replay: Replay, oldest: int) -> None:
         return
     for node in replay.nodes_view().values():
         if node.state == "ready" and node.wanted > node.granted and node.policy is not None:
-            first_too_far = (node.policy.version + 1 + rules.lead) * rules.fresh_groups
+            first_too_far = (node.policy.version + 1 + replay.lead) * rules.fresh_groups
             assert oldest >= first_too_far, f"{node.name} waits, the trainer waits, and ticket {oldest} is not leased"
 
 
@@ -187,13 +187,13 @@ class Play:
         for_version = self.replay.confirmed_batches if version is None else version
         return of(LendBatch, self.apply(DrawRequested(for_version)))
 
-    def confirm(self, outcome: Any = "trained") -> list[Effect]:
+    def confirm(self, outcome: Any = "trained", ess: float | None = None) -> list[Effect]:
         """Publish the next version and confirm the lent batch, all with one outcome."""
         leases = [record for group in self.replay.lent or () for record in group.leases]
         attempts = [(record.lease, held.sample) for record in leases for held in record.held]
         self.publish()
         dispositions = tuple(Disposition(lease, sample, outcome) for lease, sample in attempts)
-        return self.apply(BatchConfirmed(self.replay.confirmed_batches, dispositions))
+        return self.apply(BatchConfirmed(self.replay.confirmed_batches, dispositions, ess))
 
 
 def of(kind: type[Any], effects: list[Effect]) -> list[Any]:

@@ -37,11 +37,12 @@ from buffer.recorder import Recorder, recorded_batches
 from buffer.snapshot import dump
 
 RUN = "run"
+ADAPTIVE = {"adaptive": True, "max_staleness": 3}
 HISTORY = {"instances": 40, "retire_above": 0.9, "retire_after": 4, "weighted": True}
 ORDERS = pytest.mark.parametrize(
     "order",
-    [{}, {"newest_first": True}, {"reuse": 3, "max_staleness": 3}, HISTORY],
-    ids=["fifo", "fresh", "replay", "history"],
+    [{}, {"newest_first": True}, {"reuse": 3, "max_staleness": 3}, HISTORY, ADAPTIVE],
+    ids=["fifo", "fresh", "replay", "history", "adaptive"],
 )
 
 
@@ -290,7 +291,7 @@ def something(play: Any, memory: Memory, rng: Any) -> None:
         case 3:
             play.draw()
             if play.replay.lent is not None and rng.random() < 0.7:
-                play.confirm(rng.choice(["trained", "stale", "refused"]))
+                play.confirm(rng.choice(["trained", "stale", "refused"]), rng.choice([None, 0.1, 0.9]))
         case 4:
             memory.apply(EvalRequested(rng.choice(play.policies), rng.randrange(4), play.rules.sampling, 3.0))
         case 5:

@@ -10,8 +10,9 @@ from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory,
 from async_rl.version import VersionRun
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup
+from trainer.backend import StepResult
 from trainer.batches import TrainingBatch, prepare
-from trainer.records import LENGTH_QUANTILES, batch_record, sample_records, samples_due
+from trainer.records import LENGTH_QUANTILES, batch_record, health, sample_records, samples_due
 
 FOR_VERSION = 5
 
@@ -88,6 +89,12 @@ def test_a_kept_trajectory_names_the_version_of_every_sampled_token() -> None:
     assert first["segments"][0]["versions"] == [None, None, 2, 3]
     assert second["segments"][0]["tokens"] == [0, 1, 2, 3, 4, 5]
     assert second["segments"][0]["logprobs"] == [0.0, 0.0, -0.5, -0.5, -0.5, -0.5]
+
+
+def test_the_health_of_a_step_is_that_of_its_token_ratios_and_unknown_where_none_trained() -> None:
+    step = StepResult({"tokens": 12.0, "ess_token": 0.4, "ess": 0.9, "k3": 0.02}, [], skipped=False)
+    assert health(step) == (0.4, 0.02)
+    assert health(StepResult({"tokens": 0.0, "ess_token": 1.0, "k3": 0.0}, [], skipped=True)) == (None, None)
 
 
 def test_the_first_and_the_last_step_are_always_kept() -> None:

@@ -61,6 +61,7 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("Trainer", _per_second(rates.get("train")), _idle(idle.get("trainer")), "trainer"),
         Tile("Push, trainer to node", f"p50 {_ms(push.get('p50'))}", f"p99 {_ms(push.get('p99'))}"),
         _ess_tile(run),
+        _waste_tile(summary),
     ]
 
 
@@ -130,12 +131,25 @@ def _ess_tile(run: RunData) -> Tile:
     return Tile("Effective sample size", f"mean {sum(found) / len(found):.1%}", f"lowest {min(found):.1%}")
 
 
+def _waste_tile(summary: Mapping[str, Any]) -> Tile:
+    """What came back and did not train, and whether that was the long answers."""
+    waste, bias = summary.get("waste"), summary.get("length_bias")
+    value = NONE if waste is None else f"{waste:.1%} of sampled tokens"
+    if not bias:
+        return Tile("Waste", value)
+    lengths = bias["mean_tokens"]
+    note = f"{lengths['trained']:.4g} tokens trained of a mean answer of {lengths['sampled']:.4g}"
+    return Tile("Waste", value, f"{note}; length bias {bias['ks']:.1%} (95 %: {bias['interval'][0]:.1%} or more)")
+
+
 def _ledger_tile(summary: Mapping[str, Any]) -> Tile:
     ledger = summary.get("ledger")
     if not ledger:
         return Tile("Ledger", NONE, "not recorded yet")
     dropped = _total(ledger["dropped"].values())
     note = f"{ledger['issued']:,} issued, {ledger['trained']:,} trained, {dropped:,} dropped"
+    if again := (summary.get("reused") or {}).get("trained"):
+        note += f"; {again:,} trained again"
     if not summary.get("ledger_balances"):
         return Tile("Ledger", "does not balance", note, "bad")
     return Tile("Ledger", "balances", note)

@@ -138,6 +138,7 @@ def staleness_plot(run: RunData) -> Plot:
             line(x, values(chunks, "staleness_mean"), "mean", MUTED, line={"dash": "dot"}),
             line([0, x[-1]], [run.bound, run.bound], f"bound ({run.bound})", BOUND, line={"dash": "dash"}, mode="lines",
                  hoverinfo="skip"),
+            *_adaptive_bound(run),
             *_age_stack(run),
         ]  # fmt: skip
     words = (
@@ -151,6 +152,14 @@ def staleness_plot(run: RunData) -> Plot:
         yaxis2=axis("share of tokens", domain=[0, 0.56], range=[0, 1], tickformat=".0%"),
     )
     return Plot("staleness", "Age of the tokens that were trained", words, data, shape, 420)
+
+
+def _adaptive_bound(run: RunData) -> list[Trace]:
+    """With buffer.adaptive: the bound that nodes worked by, over the batches confirmed."""
+    seen = {look["pools"]["confirmed"]: look["pools"].get("adaptive_bound") for look in run.pools}
+    if not any(bound is not None for bound in seen.values()):
+        return []
+    return [line(list(seen), list(seen.values()), "adaptive bound", BOUND, line={"shape": "hv"})]
 
 
 def _age_stack(run: RunData) -> list[Trace]:

@@ -126,6 +126,7 @@ def _last_status(pools: Sequence[Record]) -> Status | None:
         outside={},
         ready_groups=last["ready_groups"],
         ready_bytes=last["ready_bytes"],
+        reused=last.get("reused", {}),
         reserved_bytes=0,
         waiting=last["waiting"],
         push_ms=tuple(push for line in pools for push in line["pools"]["push_ms"]),

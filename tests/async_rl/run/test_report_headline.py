@@ -74,8 +74,17 @@ def test_what_must_not_be_is_marked(run: RunData) -> None:
     assert tile(replace(run, summary=too_old), "Staleness").mark == "bad"
 
 
+def test_what_stale_data_cost_is_told_with_what_it_did_to_the_lengths(run: RunData) -> None:
+    bias = {"ks": 0.12, "interval": [0.05, 0.19], "mean_tokens": {"sampled": 40.0, "trained": 31.5}}
+    found = tile(replace(run, summary={**run.summary, "waste": 0.25, "length_bias": bias}), "Waste")
+    assert found.value == "25.0% of sampled tokens"
+    assert found.note == "31.5 tokens trained of a mean answer of 40; length bias 12.0% (95 %: 5.0% or more)"
+    again = replace(run, summary={**run.summary, "reused": {"trained": 1200, "short_batches": 1}})
+    assert tile(again, "Ledger").note.endswith("; 1,200 trained again")
+
+
 def test_there_are_figures_before_there_is_anything(tmp_path: Path) -> None:
     empty = read_run(make_directory(tmp_path / "run"))
     assert tile(empty, "Sampled reward").value == "– → –"
     assert tile(empty, "Ledger").note == "not recorded yet"
-    assert len(tiles(empty)) == 8
+    assert len(tiles(empty)) == 9

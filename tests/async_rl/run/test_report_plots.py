@@ -132,3 +132,13 @@ def test_ages_are_told_apart_up_to_the_bound_and_beyond_it_all_alike() -> None:
 
 def test_an_evaluation_of_a_version_has_its_place_among_the_steps(run: RunData) -> None:
     assert trace(plot(run, "reward"), "evaluation")["x"] == [0, 10, 20]
+
+
+def test_the_adaptive_bound_is_drawn_where_there_is_one(tmp_path: Path, run: RunData) -> None:
+    assert not [found for found in plot(run, "staleness").data if found["name"] == "adaptive bound"]
+    pools = [
+        {**look, "pools": {**look["pools"], "confirmed": version, "adaptive_bound": 4 - version // 10}}
+        for version, look in enumerate(run.pools)
+    ]
+    drawn = trace(plot(replace(run, pools=pools), "staleness"), "adaptive bound")
+    assert (drawn["x"][0], drawn["y"][0], drawn["y"][-1]) == (0, 4, 2)
