@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from async_rl.algorithm_config import AlgorithmConfig, shipped_presets
+from async_rl.credit_config import CreditConfig
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "algorithm.md"
@@ -56,7 +59,7 @@ def _token_parts(path: Path) -> dict[str, Any]:
     return {key: value for key, value in tomllib.loads(path.read_text()).items() if key not in FIXED}
 
 
-FIXED = ("advantage", "aggregation")
+FIXED = {field.name for field in msgspec.structs.fields(CreditConfig)}
 TABLES = {"presets": presets_table, "bias": bias_table}
 
 
