@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from async_rl.alarm_config import AlarmConfig
 from async_rl.credit_config import CreditConfig
 from async_rl.schema import ConfigError, NonNegative, PositiveFloat
 
@@ -63,6 +64,7 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     """An attempt with a negative advantage and a mean log(μ/π) above this does not train; 0 is off."""
     age_decay: NonNegative = 0.0
     """A token's weight is multiplied by (1 + age)^-age_decay."""
+    alarms: AlarmConfig = AlarmConfig()
 
 
 def check_algorithm(algorithm: AlgorithmConfig, *, updates_per_batch: int = 1) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 
@@ -39,7 +40,7 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
         "tokenizer": _hash(*(path.read_bytes() for path in tokenizer)),
         "chat template": _hash(template.read_bytes() if template.is_file() else b""),
         "[task]": _hash(_canonical(config.task)),
-        "[algorithm]": _hash(_canonical(_table(config.algorithm))),
+        "[algorithm]": _hash(_canonical(_what_trains(config.algorithm))),
         "group size": str(config.buffer.group_size),
         # The shapes of what nodes compute, where these decide the last bits.
         "run.deterministic": f"max_context {config.inference.max_context}" if config.run.deterministic else "false",
@@ -87,8 +88,9 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()[:16]
 
 
-def _table(section: Any) -> dict[str, Any]:
-    return {field: getattr(section, field) for field in section.__struct_fields__}
+def _what_trains(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """All of the section but the alarms, which decide nothing that is computed: a resumed run may have others."""
+    return {field: getattr(algorithm, field) for field in algorithm.__struct_fields__ if field != "alarms"}
 
 
 def _canonical(table: Mapping[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from async_rl.config import Config
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
 from async_rl.trajectory import (
@@ -33,7 +34,7 @@ from async_rl.wire.payloads import unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES, NORMALISATIONS
 from trainer.algorithm.reference_kl import attempt_penalties, k3
 from trainer.algorithm.shaping import overlong
-from trainer.backend import Sample
+from trainer.backend import Backend, Sample
 
 log = logging.getLogger("learner")
 
@@ -59,16 +60,10 @@ class TrainingBatch(NamedTuple):
     reference_kl: float | None = None
 
 
-def prepare(
-    received: Received,
-    max_staleness: int,
-    vocabulary_size: int,
-    credit: CreditConfig,
-    max_new_tokens: int,
-    on_stale: str = "wait",
-) -> TrainingBatch:
+def prepare(received: Received, config: Config, vocabulary_size: int) -> TrainingBatch:
     """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare, or for rewards that
     the configured advantage is not for."""
+    credit, max_staleness, on_stale = config.algorithm, config.buffer.max_staleness, config.buffer.on_stale
     batch: Batch = received.message
     trajectories = _trajectories(received)
     sizes = [group.size for group in batch.groups]
@@ -82,7 +77,7 @@ def prepare(
         if outcome == "trained":
             kept.append((int(group), trajectory))
     rewards = np.array([trajectory.reward for _, trajectory in kept], dtype=np.float64)
-    shaped = rewards + _overlong([trajectory for _, trajectory in kept], credit, max_new_tokens)
+    shaped = rewards + _overlong([trajectory for _, trajectory in kept], credit, config.inference.max_new_tokens)
     advantages = _advantages(shaped, [group for group, _ in kept], credit)
     samples = [
         sample
@@ -113,6 +108,13 @@ def prepare(
         batch.groups,
         trajectories,
     )
+
+
+def with_reference_kl(batch: TrainingBatch, backend: Backend, credit: CreditConfig) -> TrainingBatch:
+    """`penalised`, where the config asks for that: it costs a forward pass of the reference policy."""
+    if credit.reference_kl == "none" or credit.reference_kl_place != "reward":
+        return batch
+    return penalised(batch, backend.reference(batch.samples), credit)
 
 
 def penalised(

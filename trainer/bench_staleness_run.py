@@ -175,9 +175,7 @@ def update(
 
 def prepared(config: Config, drawn: Received, backend: Backend) -> TrainingBatch:
     """As the learner does. Raises AsyncRLError when an attempt does not train: all of them are young enough."""
-    batch = prepare(
-        drawn, config.buffer.max_staleness, backend.vocabulary_size, config.algorithm, config.inference.max_new_tokens
-    )
+    batch = prepare(drawn, config, backend.vocabulary_size)
     refused = [item for item in batch.dispositions if item.outcome != "trained"]
     if refused:
         raise AsyncRLError(

@@ -15,7 +15,7 @@ from async_rl.proof import Proof
 from async_rl.run.curve import draw_learning_curve
 from async_rl.run.dial import dial_services
 from async_rl.run.killpoints import reached
-from async_rl.run.metrics import MetricsWriter, read_metrics
+from async_rl.run.metrics import MetricsWriter, Record, read_metrics
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.run.summary import build_summary
@@ -42,7 +42,7 @@ from async_rl.wire.messages import (
 )
 from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
-from trainer.batches import TrainingBatch, penalised, prepare
+from trainer.batches import TrainingBatch, prepare, with_reference_kl
 from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
@@ -51,6 +51,7 @@ from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
 from trainer.records import batch_record, health, pools_record, sample_records, samples_due
 from trainer.schedule import learning_rate_at
 from trainer.trackers import Records, RecordWriter, open_trackers
+from trainer.watch import Watch
 
 log = logging.getLogger("learner")
 
@@ -98,12 +99,13 @@ class Learner:
         self._push_bytes = 0
         self._fingerprint = fingerprint
         self._life = secrets.token_hex(8)
+        self._watch = Watch(context.config, context.directory.checkpoints, context.directory.metrics_path)
         self._talk = Dialogue(buffer, self._introduction, self._take_in_passing, context.stopping, context.watchdog)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def learn(self) -> None:
-        """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError, FloatingPointError."""
+        """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError."""
         state, steps = self._state, self._config.run.steps
         for policy in self._evaluating:
             self._publisher.pin(policy, True)  # before the store has a reason to let go of it
@@ -118,18 +120,11 @@ class Learner:
                 drawn = self._draw(state.version)
                 drawn_at = time.monotonic()
                 reached("trainer.after-draw")
-                batch = prepare(
-                    drawn,
-                    self._config.buffer.max_staleness,
-                    self._backend.vocabulary_size,
-                    self._config.algorithm,
-                    self._config.inference.max_new_tokens,
-                    self._config.buffer.on_stale,
-                )
+                batch = prepare(drawn, self._config, self._backend.vocabulary_size)
                 rate = learning_rate_at(state.version, steps, self._config.trainer)
                 with self._watchdog.working(f"trains batch {drawn.message.batch} from version {state.version}"):
-                    batch = self._with_reference(batch)
-                    result = self._backend.step(batch.samples, rate)
+                    batch = with_reference_kl(batch, self._backend, self._config.algorithm)
+                    result = self._step(batch, rate)
                 trained_at = time.monotonic()
                 reached("trainer.after-step")
                 self._confirm(drawn.message, batch, result)
@@ -143,7 +138,8 @@ class Learner:
                     "step_s": published_at - began,
                 }
                 began = published_at
-                self._record(batch, result, published, seconds)  # before a checkpoint says that the step is done
+                # Before a checkpoint says that the step is done; and of a policy that is lost there is to be none.
+                self._watch.heed(self._record(batch, result, published, seconds))
                 self._checkpoint_if_due()
                 self._evaluate_if_due()
             self._await_evaluations()
@@ -185,12 +181,11 @@ class Learner:
             waiting = self._talk.ask(StatusRequest(), Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
             raise LinkTimeout(f"{error}; the buffer says: {waiting}") from error
 
-    def _with_reference(self, batch: TrainingBatch) -> TrainingBatch:
-        """With the distance to the base model in the rewards, where that is asked for."""
-        algorithm = self._config.algorithm
-        if algorithm.reference_kl == "none" or algorithm.reference_kl_place != "reward":
-            return batch
-        return penalised(batch, self._backend.reference(batch.samples), algorithm)
+    def _step(self, batch: TrainingBatch, rate: float) -> StepResult:
+        try:
+            return self._backend.step(batch.samples, rate)
+        except FloatingPointError as error:
+            raise self._watch.not_finite(self._state.version, error) from error
 
     def _confirm(self, drawn: Batch, batch: TrainingBatch, result: StepResult) -> None:
         """Close the batch for good, and say how its age served; only then does the version rise. A skipped step leaves
@@ -276,25 +271,25 @@ class Learner:
 
     def _record(
         self, batch: TrainingBatch, result: StepResult, published: Published, seconds: dict[str, float]
-    ) -> None:
+    ) -> Record:
         step = self._state.version - 1
-        self._metrics.write(
-            {
-                "step": step,
-                "version": self._state.version,
-                "digest": self._state.digest,
-                "time_s": self._time_s(),
-                **batch_record(batch),
-                "skipped": result.skipped,
-                "train_tokens_per_s": batch.tokens / seconds["train_s"],
-                "upload_ms": published.upload_ms,
-                **seconds,
-                **result.metrics,
-            }
-        )
+        record = {
+            "step": step,
+            "version": self._state.version,
+            "digest": self._state.digest,
+            "time_s": self._time_s(),
+            **batch_record(batch),
+            "skipped": result.skipped,
+            "train_tokens_per_s": batch.tokens / seconds["train_s"],
+            "upload_ms": published.upload_ms,
+            **seconds,
+            **result.metrics,
+        }
+        self._metrics.write(record)
         if samples_due(step, self._config.run.steps):
-            for record in sample_records(batch, step):
-                self._samples.write(record)
+            for sample in sample_records(batch, step):
+                self._samples.write(sample)
+        return record
 
     def _on_status(self, status: Status) -> None:
         pools = pools_record(status, self._pushes_seen, self._mismatches_seen)

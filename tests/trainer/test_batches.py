@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from async_rl.algorithm_config import AlgorithmConfig
+from async_rl.config import BufferConfig, Config, InferenceConfig
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
 from async_rl.trajectory import MaskReason, Segment, Trajectory, encode_trajectory, pack_segments
@@ -57,7 +59,12 @@ def lend(*groups: list[Trajectory], sizes: list[int] | None = None) -> Received:
 
 
 def prepared(received: Received, on_stale: str = "wait", **credit: Any) -> TrainingBatch:
-    return prepare(received, K, VOCABULARY, CreditConfig(**credit), max_new_tokens=LIMIT, on_stale=on_stale)
+    config = Config(
+        buffer=BufferConfig(max_staleness=K, on_stale=on_stale),
+        inference=InferenceConfig(max_new_tokens=LIMIT),
+        algorithm=AlgorithmConfig(**credit),
+    )
+    return prepare(received, config, VOCABULARY)
 
 
 def outcomes(batch: TrainingBatch) -> dict[tuple[int, int], str]:

@@ -38,6 +38,7 @@ from trainer.canary import Canary
 from trainer.checkpoint import find_latest, write_checkpoint
 from trainer.learner import Learner, State, run_learner
 from trainer.proving import Prover
+from trainer.watch import RunAlarm
 
 STEPS = 2
 
@@ -202,3 +203,22 @@ def test_a_checkpoint_keeps_the_evaluations_that_are_not_reported_yet(tmp_path: 
     found = find_latest(tmp_path)
     assert found is not None
     assert msgspec.convert(found.state, State, str_keys=True) == state
+
+
+def test_a_step_that_is_not_finite_ends_the_run_with_an_alarm_and_without_a_checkpoint(run):
+    def explode() -> None:
+        raise FloatingPointError("after 0 optimiser steps: loss nan, gradient norm nan")
+
+    run.backend.during_step = explode
+    with pytest.raises(RunAlarm, match=r"alarm: the step from version 0.*loss nan.*lower trainer.learning_rate"):
+        run_learner(run.learner)
+    assert find_latest(run.context.directory.checkpoints) is None
+
+
+def test_a_step_beyond_an_alarms_bound_is_recorded_and_no_checkpoint_is_made_of_it(run):
+    step = run.backend.step
+    run.backend.step = lambda samples, rate: StepResult(step(samples, rate).metrics | {"k3": float("inf")}, [], False)
+    with pytest.raises(RunAlarm, match=r"alarm: step 0: not finite: k3 inf"):
+        run_learner(run.learner)
+    assert [record["step"] for record in steps_of(read_metrics(run.context.directory.metrics_path))] == [0]
+    assert find_latest(run.context.directory.checkpoints) is None

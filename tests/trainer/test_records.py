@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from async_rl.credit_config import CreditConfig
+from async_rl.config import BufferConfig, Config
 from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory, pack_segments
 from async_rl.version import VersionRun
 from async_rl.wire.link import Received
@@ -36,7 +36,11 @@ def trajectory(lease: int, sample: int, *runs: tuple[int, int]) -> Trajectory:
 
 def batch(groups: tuple[BatchGroup, ...], *trajectories: Trajectory) -> TrainingBatch:
     payloads = tuple(msgspec.Raw(encode_trajectory(one)) for one in trajectories)
-    return prepare(Received("buffer", Batch(3, FOR_VERSION, groups, payloads), []), 4, 100, CreditConfig(), 12)
+    return prepare(
+        Received("buffer", Batch(3, FOR_VERSION, groups, payloads), []),
+        Config(buffer=BufferConfig(max_staleness=4)),
+        100,
+    )
 
 
 def two_groups() -> TrainingBatch:

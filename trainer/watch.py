@@ -1,0 +1,61 @@
+"""The learner's watch over its own run: it feeds the alarms, says what is only a warning, and ends what is lost."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError
+from async_rl.run.metrics import Record, read_metrics, steps_of
+from trainer.alarms import Alarms, Remedies, not_finite_text
+from trainer.checkpoint import find_latest
+
+log = logging.getLogger("learner")
+
+
+class RunAlarm(AsyncRLError):
+    """The run is over; the message says what was measured, over how many steps, and what to do."""
+
+
+class Watch:
+    """`metrics` is the run's metrics.jsonl, from which a run that is resumed learns what its steps were like before.
+    Raises MetricsError when it cannot be read."""
+
+    def __init__(self, config: Config, checkpoints: Path, metrics: Path) -> None:
+        self._remedies = remedies_of(config)
+        self._alarms = Alarms(config.algorithm.alarms, self._remedies)
+        self._stops = config.algorithm.alarms.action == "stop"
+        self._checkpoints = checkpoints
+        for record in steps_of(read_metrics(metrics)) if metrics.is_file() else []:
+            self._alarms.observe(record)
+
+    def heed(self, record: Record) -> None:
+        """One more step. Raises RunAlarm when it was one too many, unless alarms only warn."""
+        for alarm in self._alarms.observe(record):
+            if alarm.level == "stop" and self._stops:
+                raise RunAlarm(f"alarm: {alarm.text}. {self._way_on()}")
+            log.warning("%s: %s", "alarm" if alarm.level == "stop" else "warning", alarm.text)
+
+    def not_finite(self, version: int, error: FloatingPointError) -> RunAlarm:
+        """What to raise for a step that could not be taken."""
+        text = not_finite_text(str(error), self._remedies)
+        return RunAlarm(f"alarm: the step from version {version}, {text}. {self._way_on()}")
+
+    def _way_on(self) -> str:
+        found = find_latest(self._checkpoints)
+        if found is None:
+            return "There is no checkpoint yet: start again with other settings"
+        return f"The last checkpoint is of version {found.version}: --resume goes on from it, with other settings"
+
+
+def remedies_of(config: Config) -> Remedies:
+    """With what the settings are now."""
+    general = Remedies()
+    algorithm = config.algorithm
+    correction = f"preset {algorithm.preset!r}" if algorithm.preset else f"treatment {algorithm.treatment!r}"
+    return Remedies(
+        f"{general.slower} (now {config.trainer.learning_rate:g})",
+        f"{general.fresher} (now {config.buffer.max_staleness})",
+        f"{general.corrected} (now {correction})",
+    )
