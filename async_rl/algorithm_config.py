@@ -164,6 +164,18 @@ def shipped_presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PRESETS.glob("*.toml"))}
 
 
+CREDIT_KEYS = frozenset(CreditConfig.__struct_fields__)
+
+
+def under_preset(section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What stays of a file's [algorithm] when a preset is named over it (--set algorithm.preset=NAME): what answers are
+    worth, where the preset leaves that open. How ratios are corrected is the preset's alone, as parts of two methods
+    seldom go together."""
+    path = shipped_presets().get(name)
+    named = tomllib.loads(path.read_text()) if path else {}
+    return {key: value for key, value in section.items() if key in CREDIT_KEYS and key not in named}
+
+
 def with_preset(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The keys of [algorithm] with those of its preset where it has none of its own. Raises ConfigError for a preset
     that does not exist."""

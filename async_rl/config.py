@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, with_preset
+from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, under_preset, with_preset
 from async_rl.buffer_config import BufferConfig as BufferConfig
 from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.credit_config import check_credit
@@ -270,8 +270,10 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    if any(override.partition("=")[0].strip() == "algorithm.preset" for override in overrides):
-        table.pop("algorithm", None)  # a preset named over a file is a choice of the whole section
+    for override in overrides:
+        key, _, name = override.partition("=")
+        if key.strip() == "algorithm.preset" and isinstance(section := table.get("algorithm"), Mapping):
+            table["algorithm"] = under_preset(section, name.strip(" \"'"))
     for override in overrides:
         apply_override(table, override)
     run = table.setdefault("run", {})

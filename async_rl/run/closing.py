@@ -32,8 +32,7 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
             "try next:",
             f"  async-rl export {path} DIR --merged  # the trained policy as a whole model",
             f"  async-rl run {path}/config.toml --set buffer.max_staleness=0  # the same, in lock-step",
-            f"  async-rl run {path}/config.toml --set algorithm.surrogate=policy_gradient "
-            "--set algorithm.treatment=uncorrected  # without correcting for age",
+            f"  async-rl run {path}/config.toml --set algorithm.preset=uncorrected  # without correcting for age",
         ]
     )
 

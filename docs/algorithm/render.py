@@ -21,7 +21,6 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "algorithm.md"
 AGES = (1, 4, 16)
 BESIDES: dict[str, dict[str, Any]] = {
-    "no correction": {"treatment": "uncorrected"},
     "whole answer, unbounded": {"ratio_level": "sequence", "ratio_high": 1e8},
     "whole answer, at most 2": {"ratio_level": "sequence", "ratio_high": 2.0},
     "run of a version, unbounded": {"ratio_level": "segment", "ratio_high": 1e8},

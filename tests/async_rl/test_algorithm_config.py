@@ -114,8 +114,19 @@ def test_a_run_directory_keeps_the_resolved_keys_of_a_preset() -> None:
     assert config_from_table(written, "config.toml") == config
 
 
-def test_a_preset_on_the_command_line_takes_the_place_of_the_files_section(tmp_path: Path) -> None:
+def test_a_preset_on_the_command_line_takes_the_place_of_the_files_correction(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(tomli_w.dumps(LEAST | {"algorithm": {"ratio_level": "sequence", "ratio_high": 9.0}}))
+    own = {
+        "surrogate": "topr",
+        "ratio_high": 9.0,
+        "age_decay": 1.0,
+        "advantage": "rloo",
+        "aggregation": "sequence_mean",
+    }
+    file.write_text(tomli_w.dumps(LEAST | {"algorithm": own}))
     algorithm = load_config(str(file), ["algorithm.preset=dapo", "algorithm.ratio_low=0.7"]).algorithm
     assert (algorithm.ratio_level, algorithm.ratio_low, algorithm.ratio_high) == ("token", 0.7, 1.28)
+    assert (algorithm.surrogate, algorithm.age_decay, algorithm.aggregation) == ("ppo", 0.0, "token_mean")
+    assert algorithm.advantage == "rloo"  # which dapo leaves open
+    with pytest.raises(ConfigError, match="no such preset; did you mean 'dapo'"):
+        load_config(str(file), ["algorithm.preset=dap"])

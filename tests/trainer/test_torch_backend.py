@@ -89,7 +89,7 @@ def samples(n: int = 8, seed: int = 0) -> list[Sample]:
                 tokens=generator.integers(0, VOCABULARY, length).astype(np.int32),
                 behaviour=behaviour,
                 mask=mask,
-                ages=np.zeros(length, np.int32),
+                ages=np.sort(generator.integers(0, 4, length))[::-1].astype(np.int32),
                 advantage=float(generator.normal()),
                 attempt=max(index - 1, 0),
                 group=index // 4,
@@ -180,6 +180,9 @@ def test_metrics_are_those_of_the_proximal_policy(model_path: Path) -> None:
 ALGORITHMS = [
     AlgorithmConfig(ratio_level="token", aggregation="sequence_mean"),
     AlgorithmConfig(ratio_level="sequence", aggregation="token_mean"),
+    AlgorithmConfig(ratio_level="segment", treatment="mask", ratio_low=0.9, age_power=0.5, age_decay=0.5),
+    AlgorithmConfig(ratio_level="geometric", gate="k2", gate_level="sequence", gate_bound=1e-3, negative_mask=0.01),
+    AlgorithmConfig(surrogate="decoupled_ppo", proximal="log_linear", ratio_level="token", veto=0.97),
     PPO,
 ]
 
