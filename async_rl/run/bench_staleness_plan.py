@@ -31,9 +31,7 @@ def _preset(name: str) -> Settings:
 
 
 UNCORRECTED = "uncorrected"
-PRESETS = (
-    "gspo", "topr", "icepop", "cispo", "dppo", "decoupled_ppo_log_linear", "deepseek_v32", "geometric_band", "age_clip"
-)  # fmt: skip
+PRESETS = ("gspo", "topr", "icepop", "cispo", "dppo", "decoupled_ppo_log_linear", "flash_reinforce", "age_clip")
 
 CORRECTIONS: Mapping[str, Settings] = {
     UNCORRECTED: _parts("policy_gradient", "token", "uncorrected", 0.0, 2.0),
@@ -41,9 +39,8 @@ CORRECTIONS: Mapping[str, Settings] = {
     "sequence, truncated at 2": _parts("policy_gradient", "sequence", "truncate", 0.0, 2.0),
     "PPO clip, token, 0.8 to 1.28": _parts("ppo", "token", "clip", 0.8, 1.28),
     "PPO clip, sequence, 0.8 to 1.28": _parts("ppo", "sequence", "clip", 0.8, 1.28),
-    "PPO clip, mean of the answer, 0.8 to 1.28": _parts("ppo", "geometric", "clip", 0.8, 1.28),
     **{name: _preset(name) for name in PRESETS},
-}
+}  # fmt: skip
 """By name, a preset by its own: the config's keys. At lag 0 every ratio is 1, and all are the plain policy gradient."""
 
 FEW = (UNCORRECTED, "token, truncated at 2", "sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28", "gspo", "topr")
