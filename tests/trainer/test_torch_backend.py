@@ -89,7 +89,7 @@ def samples(n: int = 8, seed: int = 0) -> list[Sample]:
                 tokens=generator.integers(0, VOCABULARY, length).astype(np.int32),
                 behaviour=behaviour,
                 mask=mask,
-                ages=np.sort(generator.integers(0, 4, length))[::-1].astype(np.int32),
+                ages=(3 - np.arange(length) * (1 + index % 3) // length).astype(np.int32),
                 advantage=float(generator.normal()),
                 attempt=max(index - 1, 0),
                 group=index // 4,
