@@ -39,10 +39,12 @@ from async_rl.run.process import follow_parent
 from async_rl.trajectory import decode_trajectory
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, Lease, SamplingParams
-from trainer.backend import Backend
+from trainer.alarms import Alarms
+from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
 from trainer.batches import TrainingBatch, prepare
 from trainer.schedule import learning_rate_at
+from trainer.watch import remedies_of
 
 SAMPLER = "inference.bench_staleness_sampler"
 SAMPLE_TIMEOUT_S = 600.0
@@ -134,6 +136,34 @@ def number(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"bench staleness/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
+class Course:
+    """What is kept of a run's updates."""
+
+    def __init__(self, config: Config) -> None:
+        self._alarms = Alarms(config.algorithm.alarms, remedies_of(config))
+        self._steps: list[dict[str, float]] = []
+        self.outcome = Outcome()
+
+    def add(self, batch: TrainingBatch, result: StepResult) -> None:
+        update, outcome = len(self._steps), self.outcome
+        outcome.rewards.append(round(float(batch.rewards.mean()), 4))
+        outcome.skipped += result.skipped
+        ages = {"age_min": float(batch.ages.min()), "age_max": float(batch.ages.max())}
+        self._steps.append({**result.metrics, **ages})
+        record = {
+            **result.metrics, "step": update, "skipped": result.skipped,
+            "reward": float(batch.rewards.mean()), "reward_min": float(batch.rewards.min()),
+        }  # fmt: skip
+        stops = [alarm for alarm in self._alarms.observe(record) if alarm.level == "stop"]
+        if stops and outcome.alarm_at is None:
+            outcome.alarm, outcome.alarm_at = stops[0].text, update
+
+    def means(self, lag: int) -> dict[str, float]:
+        """Over the updates at full lag; over all where there are none."""
+        full = self._steps[lag:] or self._steps
+        return {key: fmean(step[key] for step in full) for key in KEPT_METRICS} if full else {}
+
+
 def run(scale: Scale, cell: Cell, sampler: Child, folder: Path) -> Outcome:
     """Train one cell from the base model to its end; `folder` is for its adapters. A loss that is not finite ends it,
     and is its result. Raises AsyncRLError."""
@@ -141,9 +171,8 @@ def run(scale: Scale, cell: Cell, sampler: Child, folder: Path) -> Outcome:
     torch.manual_seed(cell.seed)
     began = time.process_time()
     backend = make_backend(config, model_path(config))
-    queue = Queue(config, scale, cell, sampler)
-    outcome = Outcome()
-    steps: list[dict[str, float]] = []
+    queue, course = Queue(config, scale, cell, sampler), Course(config)
+    outcome = course.outcome
     try:
         for version in range(scale.updates + 1):
             adapter = folder / f"policy-{version % 2}.safetensors"
@@ -152,25 +181,15 @@ def run(scale: Scale, cell: Cell, sampler: Child, folder: Path) -> Outcome:
             if version in evaluated_at(scale):
                 outcome.evals.append((version, queue.evaluate(version, digest, adapter)))
             if version < scale.updates:
-                update(config, version, queue, backend, outcome, steps)
+                batch = prepared(config, queue.draw(version), backend)
+                rate = learning_rate_at(version, config.run.steps, config.trainer)
+                course.add(batch, backend.step(batch.samples, rate))
     except FloatingPointError as error:
         outcome.error = str(error)
-    full = steps[cell.lag :] or steps
-    outcome.metrics = {key: fmean(step[key] for step in full) for key in KEPT_METRICS if full and key in full[0]}
+    outcome.metrics = course.means(cell.lag)
     outcome.attempts, outcome.sample_cpu_s = queue.attempts, round(queue.cpu_s, 2)
     outcome.train_cpu_s = round(time.process_time() - began, 2)
     return outcome
-
-
-def update(
-    config: Config, version: int, queue: Queue, backend: Backend, outcome: Outcome, steps: list[dict[str, float]]
-) -> None:
-    """One optimiser step, and what is kept of it."""
-    batch = prepared(config, queue.draw(version), backend)
-    result = backend.step(batch.samples, learning_rate_at(version, config.run.steps, config.trainer))
-    outcome.rewards.append(round(float(batch.rewards.mean()), 4))
-    outcome.skipped += result.skipped
-    steps.append({**result.metrics, "age_min": float(batch.ages.min()), "age_max": float(batch.ages.max())})
 
 
 def prepared(config: Config, drawn: Received, backend: Backend) -> TrainingBatch:

@@ -35,7 +35,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outcome(msgspec.Struct, kw_only=True):
     """`evals` are (version, held-out reward), `rewards` the mean sampled reward of each update's batch, `metrics` means
-    over the updates at full lag. With `error` the run ended there."""
+    over the updates at full lag. `alarm` is what would have ended a real run, at update `alarm_at`; here it goes on. With
+    `error` it ended there."""
 
     evals: list[tuple[int, float]] = []
     rewards: list[float] = []
@@ -44,6 +45,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     attempts: int = 0
     train_cpu_s: float = 0.0
     sample_cpu_s: float = 0.0
+    alarm: str = ""
+    alarm_at: int | None = None
     error: str = ""
 
 
