@@ -35,8 +35,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outcome(msgspec.Struct, kw_only=True):
     """`evals` are (version, held-out reward), `rewards` the mean sampled reward of each update's batch, `metrics` means
-    over the updates at full lag. `alarm` is what would have ended a real run, at update `alarm_at`; here it goes on. With
-    `error` it ended there."""
+    over the updates at full lag. `alarm` is what would have ended a real run, at update `alarm_at`: here it goes
+    on. With `error` it ended there."""
 
     evals: list[tuple[int, float]] = []
     rewards: list[float] = []
