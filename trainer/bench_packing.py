@@ -15,8 +15,8 @@ difference of any entry to the baseline's, of the largest entry.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import multiprocessing
+import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from async_rl.errors import AsyncRLError
 from async_rl.run.bench import Arm, Cell, Measures, Metric, bench_main, bench_parser, finish_bench, run_bench
-from async_rl.run.launch import child_environment
-from trainer.bench_packing_arm import Job
+from trainer.bench_packing_arm import Job, answer
 
 METRICS = [
     Metric("cpu_s", "CPU seconds a step", "lower"),
@@ -43,9 +43,9 @@ METRICS = [
     Metric("gradient_gap", "gradient ±", "lower", 2),
 ]
 ARM_TIMEOUT_S = 300.0
+END_S = 5.0  # for a process that was killed
 SIGMA = 0.8  # of the lengths' logarithm
 SHARE = 0.4  # mean / longest, at most
-MAPPED_BYTES = 256 << 10  # and more, in the process that measures tensors
 UNLIMITED = 1 << 40  # tokens in a micro-batch
 
 
@@ -101,8 +101,7 @@ def write_model(folder: Path, scale: Scale, vocabulary: int) -> Path:
 
 def measure(job: Job, reference: Path) -> Measures:
     """Run a job as two processes; its gradient is compared with `reference`, which the baseline writes first."""
-    whole = _run(job, {})
-    tensors = _run(msgspec.structs.replace(job, steps=0), {"MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES)})
+    whole, tensors = run(job), run(msgspec.structs.replace(job, steps=0, mapped=True))
     gradient, expected = (np.fromfile(path, np.float32) for path in (job.gradient, reference))
     return {
         "cpu_s": whole["cpu_s"],
@@ -113,16 +112,26 @@ def measure(job: Job, reference: Path) -> Measures:
     }
 
 
-def _run(job: Job, variables: dict[str, str]) -> Measures:
-    command = [sys.executable, "-P", "-m", "trainer.bench_packing_arm", msgspec.json.encode(job).decode()]
-    environment = child_environment() | {"OMP_NUM_THREADS": "1"} | variables
+def run(job: Job) -> Measures:
+    """The measures of one process. Forked, not started: importing torch takes longer than most steps do. Raises
+    AsyncRLError with what went wrong there, or when it takes too long."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=answer, args=(theirs, job, os.getpid()), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ARM_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise AsyncRLError(f"a measurement took more than {ARM_TIMEOUT_S:.0f} s: {job}") from error
-    if done.returncode:
-        raise AsyncRLError(f"a measurement ended with {done.returncode}: {job}\n{done.stderr[-2000:]}")
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, float])
+        if not ours.poll(ARM_TIMEOUT_S):
+            raise AsyncRLError(f"a measurement took more than {ARM_TIMEOUT_S:.0f} s: {job}")
+        said = msgspec.json.decode(ours.recv_bytes(), type=dict[str, float] | str)
+    except EOFError as error:
+        raise AsyncRLError(f"a measurement died: {job}") from error
+    finally:
+        process.kill()
+        process.join(END_S)
+    if isinstance(said, str):
+        raise AsyncRLError(said)
+    return said
 
 
 def cells(folder: Path, scale: Scale, seed: int) -> list[Cell]:
@@ -171,6 +180,8 @@ def with_shares(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def bench(options: argparse.Namespace, console: Console) -> None:
+    torch.set_num_threads(1)  # before any process is forked
+    disable_progress_bar()
     scale, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
     with tempfile.TemporaryDirectory(prefix="async-rl-bench-") as folder:
         measured = cells(Path(folder), scale, options.seed)

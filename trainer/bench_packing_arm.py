@@ -1,26 +1,27 @@
-"""One measurement of `async-rl bench packing`: a process loads a model, trains on one batch, and says what that cost.
-
-python -m trainer.bench_packing_arm JOB        a Job as JSON; the last line of its output is the measures as JSON
-"""
+"""One measurement of `async-rl bench packing`: a process loads a model, trains on a batch, and says what that cost."""
 
 from __future__ import annotations
 
-import sys
+import ctypes
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
+from async_rl.run.bench import Measures
+from async_rl.run.process import die_with_parent
 from trainer.backend import Sample
 from trainer.torch_backend import TorchBackend
 
 MIB = 1 << 20
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+MAPPED_BYTES = 256 << 10
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     packing: Literal["auto", "never"] = "auto"
     checkpointed: bool = False
     chunked: bool = True
+    mapped: bool = False
+    """Every large tensor has a mapping of its own, so that memory is resident no longer than a tensor needs it."""
 
 
 def batch(lengths: list[int], vocabulary: int) -> list[Sample]:
@@ -63,9 +66,19 @@ def batch(lengths: list[int], vocabulary: int) -> list[Sample]:
 _PER_TOKEN = set(Sample._fields) - {"tokens", "behaviour", "mask", "advantage", "attempt", "group"}
 
 
-def work(job: Job) -> dict[str, float]:
-    torch.set_num_threads(1)
-    disable_progress_bar()
+def answer(connection: Connection, job: Job, parent: int) -> None:
+    """What the process does: send the measures as JSON, or what went wrong as a string. It ends with its `parent`."""
+    die_with_parent(parent)
+    try:
+        said: Measures | str = work(job)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    connection.send_bytes(msgspec.json.encode(said))
+
+
+def work(job: Job) -> Measures:
+    if job.mapped:
+        _map_large_tensors()
     trainer = TrainerConfig(
         # Without these the optimiser's first moment is the gradient, and that is how the gradient is read.
         beta1=0.0,
@@ -95,6 +108,12 @@ def work(job: Job) -> dict[str, float]:
     return {"cpu_s": cpu / each, "wall_s": wall / each, "peak_mib": peak / MIB}
 
 
+def _map_large_tensors() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) != 1:
+        raise AsyncRLError("the memory of tensors is measured with glibc's mallopt, which is not there")
+
+
 def _fill(backend: TorchBackend) -> None:
     """A fresh adapter's B is zero, and so is then the gradient of A."""
     generator = torch.Generator().manual_seed(1)
@@ -118,15 +137,3 @@ def _resident(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise AsyncRLError(f"/proc/self/status has no {field}")
-
-
-def main() -> None:
-    try:
-        measures = work(msgspec.json.decode(sys.argv[1], type=Job))
-    except AsyncRLError as error:
-        sys.exit(f"error: {error}")
-    print(msgspec.json.encode(measures).decode())
-
-
-if __name__ == "__main__":
-    main()

@@ -24,8 +24,8 @@ from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import canonical_config, read_adapter
 from trainer.checkpoint import check_checkpoint, find_latest
 from trainer.lora import write_peft_folder
+from trainer.model_loading import load_model
 from trainer.optimizer_state import ADAPTER_FILE, COUNTERS_FILE, read_counters
-from trainer.torch_backend import load_model
 
 CHECKPOINTS = "checkpoints"
 FINAL = Path("adapters") / "final"

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
@@ -38,6 +37,7 @@ from trainer.canary import Canary, make_canary
 from trainer.logprobs import Rows, Scorer, vocabulary_size
 from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
 from trainer.minibatches import Snapshot, split_groups
+from trainer.model_loading import load_model, resolve_device
 
 log = logging.getLogger("trainer")
 
@@ -98,7 +98,7 @@ class TorchBackend:
         self.algorithm = algorithm
         self.temperature = temperature
         self.model_path = str(model_path)
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self.model = load_model(model_path, dtype)
         self.model.to(self.device)  # type: ignore[arg-type]
         # No dropout: the policy that is trained must be the one that is served.
@@ -322,35 +322,6 @@ class TorchBackend:
         self.optimizer_steps = optimizer_state.read(
             folder, self.parameters, self.optimizer, adapter_config(self.targets, self.trainer)
         ).optimizer_steps
-
-
-def load_model(path: str | Path, dtype: str) -> PreTrainedModel:
-    """A causal language model from a directory in Hugging Face layout, never from the network; `dtype` is torch's name
-    for one, or "auto" for the checkpoint's own. Raises AsyncRLError."""
-    if not Path(path).is_dir():
-        raise AsyncRLError(
-            f"[model] path = {str(path)!r}: no such directory (a model in Hugging Face layout is needed)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        # Soft-capped attention scores (Gemma 2) exist only in the eager attention function.
-        capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            local_files_only=True,
-            **({"attn_implementation": "eager"} if capped else {}),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise AsyncRLError(f"[model] path = {str(path)!r}: not a causal language model: {error}") from error
-    return model
-
-
-def _resolve_device(device: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise AsyncRLError('[model] device = "cuda": torch sees no GPU here; set device = "cpu" or "auto"')
-    return torch.device(("cuda" if available else "cpu") if device == "auto" else device)
 
 
 def _check(sample: Sample, places: npt.NDArray[np.intp], vocabulary: int) -> None:

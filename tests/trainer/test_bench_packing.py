@@ -51,7 +51,7 @@ def test_all_arms_find_the_same_gradient(tmp_path: Path) -> None:
         )
 
 
-def test_a_measurement_is_a_process_and_one_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_measurement_that_fails_says_why(tmp_path: Path) -> None:
     job = Job(model=str(tmp_path / "none"), lengths=[4], vocabulary=64, steps=1, budget=99, gradient="g.f32")
     with pytest.raises(AsyncRLError, match="no such directory"):
         measure(job, tmp_path / "g.f32")
