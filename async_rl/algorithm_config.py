@@ -164,6 +164,22 @@ def shipped_presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PRESETS.glob("*.toml"))}
 
 
+def describe(algorithm: AlgorithmConfig) -> str:
+    """The composition in a line, for people: "dapo: grpo, ppo, token-level clip 0.8 … 1.28, token_mean"."""
+    ratio: str = algorithm.treatment
+    if ratio != "uncorrected":
+        ratio = f"{algorithm.ratio_level}-level {ratio} {algorithm.ratio_low:g} … {algorithm.ratio_high:g}"
+    if algorithm.age_power:
+        ratio += f" by age^{algorithm.age_power:g}"
+    parts = [algorithm.advantage, f"loss {algorithm.loss}" if algorithm.loss else algorithm.surrogate, ratio]
+    if algorithm.gate != "none":
+        parts.append(f"{algorithm.gate_level}-level {algorithm.gate} at most {algorithm.gate_bound:g}")
+    numbers = {name: getattr(algorithm, name) for name in ("veto", "negative_mask", "age_decay", "dual_clip")}
+    parts += [f"{name} {value:g}" for name, value in numbers.items() if value]
+    preset = f"{algorithm.preset}: " if algorithm.preset else ""
+    return preset + ", ".join([*parts, algorithm.aggregation])
+
+
 CREDIT_KEYS = frozenset(CreditConfig.__struct_fields__)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from async_rl.algorithm_config import describe
 from async_rl.buffer_config import fresh_groups, lead
 from async_rl.config import Config, ConfigError, keys_folder
 from async_rl.errors import AsyncRLError
@@ -91,12 +92,6 @@ def dry_run_table(config: Config, model: str) -> Table:
     fresh = fresh_groups(buffer.groups_per_step, buffer.reuse)
     tickets = config.run.steps * fresh
     again = f", {fresh} of them new, each trained up to {buffer.reuse} times" if buffer.reuse > 1 else ""
-    treatment: str = algorithm.treatment
-    if treatment != "uncorrected":
-        bounds = f"at {algorithm.ratio_high:g}"
-        if algorithm.ratio_low:
-            bounds = f"to {algorithm.ratio_low:g} … {algorithm.ratio_high:g}"
-        treatment = f"{algorithm.ratio_level}-level {treatment} {bounds}"
     evaluation = "never"
     if config.run.eval_every:
         evaluation = f"every {config.run.eval_every} versions, {config.run.eval_samples} instances"
@@ -116,7 +111,7 @@ def dry_run_table(config: Config, model: str) -> Table:
             "trainer",
             f"{trainer.kind} on {trainer.backend}, rank {trainer.rank}, learning rate {trainer.learning_rate:g}",
         ),
-        ("algorithm", f"{algorithm.advantage}, {algorithm.surrogate}, {treatment}"),
+        ("algorithm", describe(algorithm)),
         ("batch", f"{buffer.groups_per_step} groups × {buffer.group_size} = {attempts} attempts{again}"),
         ("bound", f"{buffer.max_staleness} versions; tickets up to {lead(buffer)} versions ahead of a node's own"),
         ("tickets", f"0 … {tickets - 1:,} ({tickets * buffer.group_size:,} attempts)"),

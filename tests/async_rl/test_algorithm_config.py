@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from async_rl import algorithm_config
-from async_rl.algorithm_config import shipped_presets
+from async_rl.algorithm_config import describe, shipped_presets
 from async_rl.config import Config, ConfigError, config_from_table, config_table, load_config
 
 PPO = {"surrogate": "ppo", "treatment": "clip", "ratio_low": 0.8}
@@ -130,3 +130,20 @@ def test_a_preset_on_the_command_line_takes_the_place_of_the_files_correction(tm
     assert algorithm.advantage == "rloo"  # which dapo leaves open
     with pytest.raises(ConfigError, match="no such preset; did you mean 'dapo'"):
         load_config(str(file), ["algorithm.preset=dap"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, "grpo, policy_gradient, sequence-level truncate 0 … 2, token_mean"),
+        ({"preset": "dapo"}, "dapo: grpo, ppo, token-level clip 0.8 … 1.28, token_mean"),
+        ({"treatment": "uncorrected", "veto": 1e-4}, "grpo, policy_gradient, uncorrected, veto 0.0001, token_mean"),
+        (
+            {"preset": "dppo", "age_power": -1, "advantage": "rloo"},
+            "dppo: rloo, policy_gradient, token-level truncate 0 … 5 by age^-1, token-level tv at most 0.2, token_mean",
+        ),
+        ({"loss": "mine:own"}, "grpo, loss mine:own, sequence-level truncate 0 … 2, token_mean"),
+    ],
+)
+def test_a_composition_is_said_in_a_line(keys: dict[str, Any], line: str) -> None:
+    assert describe(made(algorithm=keys).algorithm) == line

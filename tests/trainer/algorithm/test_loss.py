@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import loss_oracle as oracle
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from loss_tensors import data_of, tensors_of
 
 from async_rl.algorithm_config import AlgorithmConfig, check_algorithm
+from async_rl.schema import ConfigError
 from trainer.algorithm.keep import DIVERGENCES, binary_kl
 from trainer.algorithm.loss import token_losses
 from trainer.algorithm.ratios import LEVELS, importance_ratio
@@ -201,6 +203,43 @@ def test_with_identical_policies_every_part_is_the_plain_policy_gradient(batch: 
     (gradient,) = torch.autograd.grad(token_losses(current, data, algorithm).sum(), current)
     expected = -data.advantage / (1.0 + data.age.double()) ** algorithm.age_decay
     assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-15)
+
+
+SURROGATES = ("policy_gradient", "ppo", "topr", "decoupled_ppo")
+TREATMENTS = ("truncate", "mask", "clip", "uncorrected")
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from(SURROGATES), st.sampled_from(TREATMENTS), st.sampled_from(list(LEVELS)),
+    st.sampled_from(["recomputed", "log_linear"]), st.floats(-4, 4), st.floats(-5, 5), st.integers(0, 16),
+)  # fmt: skip
+def test_no_accepted_composition_counts_a_ratio_twice(
+    surrogate: Any, treatment: Any, level: Any, proximal: Any, log_ratio: float, advantage: float, age: int
+) -> None:
+    """Inside the bounds the gradient of an answer of one token is that of ρ · A: the ratio once, and not at all only
+    where somebody asked for that by name."""
+    algorithm = AlgorithmConfig(
+        surrogate=surrogate, treatment=treatment, ratio_level=level, ratio_high=1e9, clip_low=0.0, clip_high=1e9,
+        proximal=proximal if surrogate == "decoupled_ppo" else "recomputed",
+    )  # fmt: skip
+    if surrogate != "decoupled_ppo":
+        algorithm = msgspec.structs.replace(algorithm, clip_low=0.8, clip_high=1.2)
+    try:
+        check_algorithm(algorithm, updates_per_batch=4)
+    except ConfigError:
+        assert (surrogate == "ppo") == (treatment != "clip") or treatment == "uncorrected"
+        return
+    current = torch.tensor([-5.0 + log_ratio], dtype=torch.float64, requires_grad=True)
+    data = data_of(oracle.Tokens([-5.0], [advantage], [0], [age]))
+    (gradient,) = torch.autograd.grad(token_losses(current, data, algorithm).sum(), current)
+    power = 1.0
+    if treatment == "uncorrected":
+        step = surrogate == "decoupled_ppo" and proximal == "log_linear"
+        power = 1 / (1 + age) if step else 0.0  # what the step itself has to bound is not a weight
+    if surrogate == "topr" and advantage > 0:
+        power = 0.0
+    assert float(gradient[0]) == pytest.approx(-advantage * math.exp(log_ratio) ** power, rel=1e-9, abs=1e-12)
 
 
 @settings(deadline=None)
