@@ -32,8 +32,8 @@ class Place(NamedTuple):
 
 class Row(NamedTuple):
     """One correction at one place over its seeds: `final` and the on-policy `gap` with their standard errors (nan with
-    one seed); `lowest` evaluation of any seed; `below` of `n` seeds end lower than they began; `failed` of them broke
-    off."""
+    one seed); `lowest` evaluation of any seed; `below` of `n` seeds end lower than they began, `alarmed` would have ended
+    by an alarm, `failed` broke off."""
 
     correction: str
     n: int
@@ -43,6 +43,7 @@ class Row(NamedTuple):
     gap_error: float
     lowest: float
     below: int
+    alarmed: int
     failed: int
 
 
@@ -121,5 +122,7 @@ def _row(name: str, of: Sequence[Run], base: Sequence[Run]) -> Row:
     gap = mean_and_error(gaps) if gaps else (math.nan, math.nan)
     return Row(
         name, len(of), *mean_and_error([final(run) for run in of]), *gap, min(map(lowest, of)),
-        sum(final(run) < start(run) for run in of), sum(bool(run["error"]) for run in of),
+        below=sum(final(run) < start(run) for run in of),
+        alarmed=sum(run.get("alarm_at") is not None for run in of),
+        failed=sum(bool(run["error"]) for run in of),
     )  # fmt: skip

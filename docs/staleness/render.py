@@ -46,7 +46,8 @@ whatever a preset says of them.
 
 A run's result is the mean of its last three evaluations, each of {eval_samples} held-out instances answered greedily. ±
 is the standard error over seeds; *gap* is to on-policy learning with the same seeds; *lowest* is any seed's lowest
-evaluation; *below* counts the seeds that end lower than they began ({start:.3f}).
+evaluation; *below* counts the seeds that end lower than they began ({start:.3f}), *alarm* those that
+`algorithm.alarms` would have ended as real runs; here they go on.
 
 ![what each correction reaches](staleness.png)
 """
@@ -94,14 +95,14 @@ def _comparison(our: Row, best: Row) -> str:
 
 
 def _table(table: Sequence[Row]) -> list[str]:
-    lines = ["| correction | seeds | at the end | gap | lowest | below |", "|---|---|---|---|---|---|"]
+    lines = ["| correction | seeds | at the end | gap | lowest | below | alarm |", "|---|---|---|---|---|---|---|"]
     for row in table:
         gap = "" if row.correction == ON_POLICY else _signed(row.gap, row.gap_error)
         failed = f" ({row.failed} broke off)" if row.failed else ""
-        below = str(row.below) if row.below else ""
+        below, alarmed = (str(count or "") for count in (row.below, row.alarmed))
         lines.append(
             f"| {row.correction}{failed} | {row.n} | {_value(row.final, row.error)} | {gap} | {row.lowest:.3f} | "
-            f"{below} |"
+            f"{below} | {alarmed} |"
         )
     return lines
 

@@ -188,6 +188,12 @@ def test_rows_compare_each_correction_with_on_policy_learning_of_the_same_seeds(
     assert clip.gap == pytest.approx(((0.6 - 0.7) + (0.6 - 0.8)) / 2)
     assert clip.gap_error == pytest.approx(np.std([-0.1, -0.2], ddof=1) / np.sqrt(2))
     assert (uncorrected.correction, uncorrected.below, uncorrected.lowest) == (UNCORRECTED, 1, 0.1)
+    assert (uncorrected.alarmed, uncorrected.failed) == (0, 0)
+    worse = [
+        each | {"alarm_at": each["seed"], "error": "not finite"} if each["correction"] == CLIP else each
+        for each in RUNS
+    ]
+    assert [(row.alarmed, row.failed) for row in rows(worse, Place(16, 1, 5e-4))] == [(0, 0), (2, 2), (0, 0)]
 
 
 def test_the_shared_frame_has_what_every_seed_was_run_for_and_nothing_else() -> None:
