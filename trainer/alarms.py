@@ -31,10 +31,11 @@ class Remedies(NamedTuple):
 
 
 class Alarm(NamedTuple):
-    """`level` "stop" ends the run unless alarms only warn; `text` is a whole message."""
+    """`level` "stop" ends the run unless alarms only warn; `text` is a whole message; `rule` is the metric's name."""
 
     level: Literal["warning", "stop"]
     text: str
+    rule: str
 
 
 class Finding(NamedTuple):
@@ -133,12 +134,12 @@ class Alarms:
             severe.append(found.value)
         needed = 1 if name == "reward" else self._config.steps  # the reward is a mean over steps already
         if found and len(severe) >= needed:
-            return Alarm("stop", self._stop_text(name, found, record))
+            return Alarm("stop", self._stop_text(name, found, record), name)
         quiet = self._quiet.get(name, 0)
         self._quiet[name] = self._config.steps if found else max(0, quiet - 1)
         if found is None or quiet:
             return None  # said, and not well for long enough since
-        return Alarm("warning", f"{_at(record)}{name} is {found.value:.3g}, {found.bound}: {MEANING[name]}")
+        return Alarm("warning", f"{_at(record)}{name} is {found.value:.3g}, {found.bound}: {MEANING[name]}", name)
 
     def _stop_text(self, name: str, found: Finding, record: Mapping[str, Any]) -> str:
         steps = WINDOW if name == "reward" else self._config.steps
@@ -186,7 +187,8 @@ def _not_finite(record: Mapping[str, Any], remedies: Remedies) -> list[Alarm]:
     broken = [
         f"{key} {value}" for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)
     ]
-    return [Alarm("stop", not_finite_text(f"{_at(record)}not finite: {', '.join(broken)}", remedies))] if broken else []
+    text = not_finite_text(f"{_at(record)}not finite: {', '.join(broken)}", remedies)
+    return [Alarm("stop", text, "not finite")] if broken else []
 
 
 def _number(record: Mapping[str, Any], key: str) -> float | None:

@@ -27,15 +27,20 @@ class Watch:
         self._alarms = Alarms(config.algorithm.alarms, self._remedies)
         self._stops = config.algorithm.alarms.action == "stop"
         self._checkpoints = checkpoints
+        self._lasting: set[str] = set()  # rules whose alarm has been said, and still holds
         for record in steps_of(read_metrics(metrics)) if metrics.is_file() else []:
             self._alarms.observe(record)
 
     def heed(self, record: Record) -> None:
         """One more step. Raises RunAlarm when it was one too many, unless alarms only warn."""
-        for alarm in self._alarms.observe(record):
-            if alarm.level == "stop" and self._stops:
-                raise RunAlarm(f"alarm: {alarm.text}. {self._way_on()}")
-            log.warning("%s: %s", "alarm" if alarm.level == "stop" else "warning", alarm.text)
+        alarms = self._alarms.observe(record)
+        stops = [alarm for alarm in alarms if alarm.level == "stop"]
+        if stops and self._stops:
+            raise RunAlarm(f"alarm: {stops[0].text}. {self._way_on()}")
+        for alarm in alarms:
+            if alarm.rule not in self._lasting:
+                log.warning("%s: %s", "alarm" if alarm.level == "stop" else "warning", alarm.text)
+        self._lasting = {alarm.rule for alarm in stops}
 
     def not_finite(self, version: int, error: FloatingPointError) -> RunAlarm:
         """What to raise for a step that could not be taken."""

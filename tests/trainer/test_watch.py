@@ -60,6 +60,7 @@ def test_alarms_that_only_warn_never_end_a_run(tmp_path: Path, caplog: pytest.Lo
         for number in range(6):
             watching.heed(step(number, k3=5.0))
     assert "alarm: step 1: k3 was 5 to 5 over the last 2 steps" in caplog.text
+    assert len(caplog.records) == 2  # the warning before it, and the alarm: not once more at every step
 
 
 def test_a_resumed_run_knows_what_its_steps_were_like_before(tmp_path: Path) -> None:
