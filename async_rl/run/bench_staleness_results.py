@@ -32,8 +32,8 @@ class Place(NamedTuple):
 
 class Row(NamedTuple):
     """One correction at one place over its seeds: `final` and the on-policy `gap` with their standard errors (nan with
-    one seed); `lowest` evaluation of any seed; `below` of `n` seeds end lower than they began, `alarmed` would have ended
-    by an alarm, `failed` broke off."""
+    one seed); `lowest` evaluation of any seed. Of the `n` seeds `below` end lower than they began, `alarmed` would have
+    ended by an alarm, and `failed` broke off."""
 
     correction: str
     n: int
