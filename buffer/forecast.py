@@ -97,6 +97,7 @@ def describe(world: World) -> list[str]:
     source = f"lengths and speeds of {measured.directory}" if measured else "lengths and speeds as given"
     lines = [
         f"{rules.steps} steps of {rules.groups_per_step} groups of {rules.group_size}, bound {rules.max_staleness}, "
+        f"{_order(rules)}, "
         f"{scenario.slots} slots a node; {source}"
     ]
     if measured:
@@ -106,6 +107,17 @@ def describe(world: World) -> list[str]:
             f"{measured.config.buffer.max_staleness}"
         )
     return lines + [f"assumed: {note}" for note in world.notes]
+
+
+def _order(rules: Rules) -> str:
+    """Which groups train, in words."""
+    if rules.newest_first:
+        return "newest first"
+    if rules.reuse > 1:
+        return f"{rules.fresh_groups} of them new, each trained up to {rules.reuse} times"
+    if rules.on_stale != "wait":
+        return f"stale data: {rules.on_stale}"
+    return "by ticket" if rules.window == 1 else f"by ticket, within {rules.window}"
 
 
 def forecast_table(forecasts: Sequence[Forecast]) -> Table:

@@ -62,12 +62,11 @@ class Instances:
         return is_retired(self._passed[instance], self._attempts[instance], self._above, self._after)
 
     def note(self, instance: int, reward: float) -> None:
-        """A good attempt came back."""
-        if self.count:
-            before = self.is_retired(instance)
-            self._attempts[instance] += 1
-            self._passed[instance] += min(1.0, max(0.0, reward))
-            self.retired += self.is_retired(instance) - before
+        """A good attempt came back. Only where there is a history."""
+        before = self.is_retired(instance)
+        self._attempts[instance] += 1
+        self._passed[instance] += min(1.0, max(0.0, reward))
+        self.retired += self.is_retired(instance) - before
 
     def why_none(self) -> str:
         """Why no instance can be asked any more; empty while one can."""

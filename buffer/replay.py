@@ -269,10 +269,12 @@ class Replay:
         fresh = not is_stale(version, lease.min_version, bound)  # then no token of the lease is
         held: list[Held] = []
         samples = stale = 0
-        instance = self.groups.by_ticket[lease.ticket].instance
+        history = self.groups.instances
+        instance = self.groups.by_ticket[lease.ticket].instance if history.count else 0
         for event in results:
             versions, sample = event.versions, event.sample
-            self.groups.instances.note(instance, event.reward)
+            if history.count:
+                history.note(instance, event.reward)
             judged = versions[0].version if len(versions) == 1 else judged_version(versions, self.rules.on_stale)
             if not fresh:
                 if is_stale(version, judged, bound):

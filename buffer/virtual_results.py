@@ -14,7 +14,7 @@ from buffer.rules import Rules
 from buffer.scenario import Scenario
 from buffer.virtual_node import Job
 
-INSTANCES = 1_000_003  # a prime: an instance's remainder decides whether its rewards are all equal
+INSTANCES = 1_000_003  # a prime: an instance's remainder (its number, where the task has so few) decides on its rewards
 
 
 class Payload(msgspec.Struct, gc=False):
@@ -41,6 +41,7 @@ class Outcomes:
     def __init__(self, rules: Rules, scenario: Scenario, chance: Iterator[float]) -> None:
         self._scenario = scenario
         self._chance = chance
+        self._instances = rules.instances or INSTANCES
         self._largest_payload = int(rules.group_bytes / rules.group_size)
         faults = scenario.refused or scenario.env_failed or scenario.aborted
         self._always: Fate | None = None if faults else ("ok", "")
@@ -49,7 +50,7 @@ class Outcomes:
         """One result for each sample of a job that has ended."""
         scenario, lease = self._scenario, job.lease.lease
         # Decided by the instance alone, since all samples of a group must agree on it.
-        equal = job.lease.instance % INSTANCES < scenario.zero_variance * INSTANCES
+        equal = job.lease.instance % self._instances < scenario.zero_variance * self._instances
         size = int((scenario.prompt_tokens + job.tokens) * BYTES_PER_TOKEN + scenario.overhead_bytes)
         size = min(size, self._largest_payload)
         results = []

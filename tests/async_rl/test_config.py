@@ -145,6 +145,15 @@ def test_shipped_configs_pass_by_name(name: str) -> None:
     assert load_config(name).run.name == name
 
 
+def test_nothing_that_the_clock_decides_goes_with_a_deterministic_run() -> None:
+    keys = {"adaptive": True, "retire_above": 0.9, "difficulty": "weighted"}
+    for key, value in keys.items():
+        with pytest.raises(ConfigError, match=rf"other settings: add --set buffer.{key}=(false|0|uniform)$"):
+            made(run={"deterministic": True}, inference={"handover": "discard"}, buffer={key: value})
+    with pytest.raises(ConfigError, match=r"add --set buffer\.order=fifo$"):
+        made(run={"deterministic": True}, inference={"handover": "discard"}, buffer={"order": "replay", "reuse": 2})
+
+
 # --- files and overrides ---------------------------------------------------------------------------------------------
 
 

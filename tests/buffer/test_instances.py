@@ -129,7 +129,7 @@ def test_with_retirement_and_weights_the_books_balance_after_every_event_and_the
         instances=20, retire_above=0.9, retire_after=8, weighted=weighted,
     )  # fmt: skip
     scenario = Scenario(
-        nodes=4, slots=4, lengths=Lognormal(30, 1), zero_variance=10 / 1_000_003, node_life_s=60, push_s=Constant(0.5),
+        nodes=4, slots=4, lengths=Lognormal(30, 1), zero_variance=0.5, node_life_s=60, push_s=Constant(0.5),
         trainer=TrainerSpeed(Constant(1.0)),
     )  # fmt: skip
     result = simulate(rules, scenario, lambda replay, now: tools.audit(replay))
