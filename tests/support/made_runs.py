@@ -69,6 +69,7 @@ def step_record(step: int, **changes: Any) -> Record:
         "in_queue_ages": [0] * (age - age // 2) + [ATTEMPTS], "length_quantiles": list(range(33)), "skipped": False,
         "loss": -0.01, "grad_norm": 0.3, "learning_rate": 1e-3, "ratio_mean": 1.0, "ratio_max": 1.5, "ess": 0.99,
         "kept_fraction": 0.9, "k3": 0.01, "mismatch_mean": 0.02, "mismatch_max": 0.5, "entropy_proxy": 0.4,
+        f"age_k3/{age}": 0.01 * age, f"age_kept/{age}": 0.9,
     }  # fmt: skip
     return {**record, **changes}
 

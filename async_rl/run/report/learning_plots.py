@@ -223,6 +223,43 @@ def ratio_plot(run: RunData) -> Plot:
     return Plot("ratios", "Health of the importance ratios", words, data, layout(**panels), 400, wide=True)
 
 
+def age_health_plot(run: RunData) -> Plot:
+    k3, kept = (_by_age(run.steps, name) for name in ("age_k3", "age_kept"))
+    ages = sorted(k3)
+    data: list[Trace] = []
+    if ages:
+        colours = {"color": [age_colour(age, run.bound) for age in ages]}
+        outside = [1 - kept.get(age, 1.0) for age in ages]
+        data = [
+            {"type": "bar", "x": ages, "y": rounded([k3[age] for age in ages]), "name": "k3", "marker": colours},
+            {"type": "bar", "x": ages, "y": rounded(outside), "name": "outside", "marker": colours, "yaxis": "y2"},
+        ]
+    words = (
+        "The same by the age at which tokens were trained, over the whole run: how far the policy had moved from the "
+        "one that sampled them, and which share the correction held back. Where the second nears 1, data of that age "
+        "is sampled for nothing: lower buffer.max_staleness."
+    )
+    shape = layout(
+        xaxis=axis("age (versions)", dtick=_whole(run.bound), anchor="y2"),
+        yaxis=axis("k3", domain=[0.56, 1.0], rangemode="tozero", nticks=4),
+        yaxis2=axis("outside", domain=[0.0, 0.44], rangemode="tozero", nticks=4, tickformat=".1%"),
+        showlegend=False,
+    )
+    return Plot("age_health", "Health of the ratios by age", words, data, shape, 360)
+
+
+def _by_age(steps: list[Record], name: str) -> dict[int, float]:
+    """Mean over all trained tokens of each age, from the steps' means under "name/AGE"."""
+    total: dict[int, float] = {}
+    weight: dict[int, float] = {}
+    for step in steps:
+        for age, tokens in enumerate(step.get("staleness_tokens") or ()):
+            if tokens and (value := step.get(f"{name}/{age}")) is not None:
+                total[age] = total.get(age, 0.0) + tokens * value
+                weight[age] = weight.get(age, 0.0) + tokens
+    return {age: total[age] / weight[age] for age in total}
+
+
 def _panels(titles: tuple[str, str, str]) -> dict[str, dict[str, object]]:
     """Three y axes above each other over one x axis."""
     domains = ([0.72, 1.0], [0.36, 0.64], [0.0, 0.28])

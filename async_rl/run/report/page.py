@@ -53,7 +53,7 @@ def render(run: RunData, plotly_js: str, decoder: Decoder, now: datetime) -> str
     line = timeline(run.steps, run.pools, run.seconds)
     learned = [learning_plots.reward_plot(run), learning_plots.length_plot(run), learning_plots.optimiser_plot(run)]
     aged = [learning_plots.staleness_plot(run), learning_plots.age_split_plot(run)]
-    corrected = [learning_plots.ratio_plot(run)]
+    corrected = [learning_plots.ratio_plot(run), learning_plots.age_health_plot(run)]
     pools = [pool_plots.idle_plot(line), pool_plots.rate_plot(line), pool_plots.work_plot(line)]
     spent = [pool_plots.step_plot(run), pool_plots.journey_plot(run), pool_plots.push_plot(run, line)]
     account = [pool_plots.buffer_plot(run, line)]

@@ -19,7 +19,7 @@ from async_rl.run.metrics import MetricsWriter
 from async_rl.run.report import write_report
 
 WIDTHS = (1280, 390)
-PLOTS = 13
+PLOTS = 14
 HOSTILE = """</title></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">'"`&"""
 LONG = "a" * 300
 

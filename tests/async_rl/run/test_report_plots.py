@@ -27,6 +27,7 @@ def all_plots(run: RunData) -> list[Plot]:
     of_run = (
         learning_plots.reward_plot, learning_plots.length_plot, learning_plots.optimiser_plot,
         learning_plots.staleness_plot, learning_plots.age_split_plot, learning_plots.ratio_plot,
+        learning_plots.age_health_plot,
         pool_plots.step_plot, pool_plots.journey_plot,
     )  # fmt: skip
     return [
@@ -48,7 +49,7 @@ def trace(of: Plot, start: str) -> dict[str, Sequence[float]]:
 
 def test_every_figure_is_one_that_the_library_accepts_and_json_can_hold(run: RunData) -> None:
     plots = all_plots(run)
-    assert len({plot.key for plot in plots}) == 13
+    assert len({plot.key for plot in plots}) == 14
     for found in plots:
         assert found.data, found.key
         go.Figure(data=found.data, layout=found.layout)  # raises for a property that it does not know
@@ -85,6 +86,15 @@ def test_the_shares_of_ages_are_those_of_the_trained_tokens(run: RunData) -> Non
     assert trace(staleness, "age 0")["y"] == [0.75]
     assert trace(staleness, "age 2")["y"] == [0.25]
     assert trace(staleness, "bound")["y"] == [BOUND, BOUND]
+
+
+def test_the_health_by_age_is_the_mean_over_the_tokens_of_each_age(run: RunData) -> None:
+    first = step_record(0, staleness_tokens=[30, 10]) | {"age_k3/0": 0.0, "age_kept/0": 1.0, "age_k3/1": 0.4}
+    second = step_record(0, staleness_tokens=[0, 30]) | {"age_k3/1": 0.8, "age_kept/1": 0.25}
+    drawn = plot(replace(run, steps=[first, second]), "age_health")
+    assert trace(drawn, "k3")["x"] == [0, 1]
+    assert trace(drawn, "k3")["y"] == [0.0, 0.7]
+    assert trace(drawn, "outside")["y"] == [0.0, 0.75]
 
 
 def test_the_age_at_the_draw_is_the_mean_over_attempts_of_its_two_parts(run: RunData) -> None:
