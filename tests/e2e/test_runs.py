@@ -112,6 +112,23 @@ def test_the_newest_groups_train_first_and_what_that_costs_is_told(shell):
     assert summary["waste"] is not None
 
 
+def test_trouble_that_the_trainer_reports_makes_nodes_work_less_far_ahead_on_questions_with_a_history(shell):
+    """Any k3 is too much here, so the bound falls from its first report on; instances are few, and asked by history."""
+    run = shell.folder / "adaptive"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run), "--set", "run.steps=16", "--set", "buffer.adaptive=true",
+        "--set", "buffer.adaptive_k3=1e-9", "--set", "task.size=24", "--set", "buffer.difficulty=weighted",
+        "--set", "buffer.retire_above=0.95",
+    )  # fmt: skip
+    assert code == 0, output
+    summary = check_finished(run, steps=16, bound=4)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    bounds = [line["pools"]["adaptive_bound"] for line in lines if "pools" in line]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] <= 2
+    assert summary["ledger"]["trained"] == 16 * 32
+
+
 def test_pools_started_by_hand_over_tcp_outlive_a_node_that_is_killed_when_another_has_joined(shell, free_port):
     run = shell.folder / "by-hand"
     endpoints = [
