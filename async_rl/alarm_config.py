@@ -18,8 +18,8 @@ class AlarmConfig(Section, frozen=True, kw_only=True):
     action: Literal["stop", "warn"] = "stop"
     """warn: only say it, in the trainer's log."""
     steps: PositiveInt = 3
-    kept_low: Share = 0.05
-    """Least share of tokens inside the ratio bounds."""
+    learning_low: Share = 0.05
+    """Least share of the tokens with an advantage that move the policy, as gates and bounds do not stop them."""
     ess_low: Share = 0.02
     """Least effective sample size of the weights, as a share of the sample."""
     ess_warn: Share = 0.3

@@ -61,11 +61,11 @@ class Alarms:
         self._lowest = math.inf
 
     def observe(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """What there is to say after one more step, stops first. The keys of `record` that are looked at: `step`,
-        `kept_fraction`, `ess`, `k3`, `grad_norm`, `skipped`, `reward`, `reward_min`; what is missing or None is not."""
+        """What there is to say after one more step, stops first. Of `record` it looks at `step`, `learning_fraction`,
+        `ess`, `k3`, `grad_norm`, `skipped`, `reward` and `reward_min`; what is missing or None is not judged."""
         self._remember_reward(record)
         findings = {
-            "kept_fraction": self._kept(record),
+            "learning_fraction": self._learning(record),
             "ess": self._effective_size(record),
             "k3": self._divergence(record),
             "grad_norm": self._gradient(record),
@@ -78,9 +78,9 @@ class Alarms:
 
     # --- the rules ---------------------------------------------------------------------------------------------------
 
-    def _kept(self, record: Mapping[str, Any]) -> Finding | None:
-        bound = self._config.kept_low
-        return _below(_number(record, "kept_fraction"), bound, severe=True)
+    def _learning(self, record: Mapping[str, Any]) -> Finding | None:
+        bound = self._config.learning_low
+        return _below(_number(record, "learning_fraction"), bound, severe=True)
 
     def _effective_size(self, record: Mapping[str, Any]) -> Finding | None:
         value = _number(record, "ess")
@@ -157,14 +157,14 @@ class Alarms:
 
 
 MEANING = {
-    "kept_fraction": "nearly all tokens are outside the ratio bounds, so hardly anything is learned from",
+    "learning_fraction": "gates and bounds stop nearly all tokens, so hardly anything is learned from",
     "ess": "a few tokens carry all the weight, so the gradient is mostly noise",
     "k3": "the policy is far from the one that sampled its data",
     "grad_norm": "the gradient is far larger than it used to be",
     "reward": "the policy has lost what it could do",
 }
 SWITCH = {
-    "kept_fraction": "kept_low",
+    "learning_fraction": "learning_low",
     "ess": "ess_low",
     "k3": "k3_high",
     "grad_norm": "grad_norm_factor",

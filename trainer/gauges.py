@@ -18,6 +18,7 @@ GAUGES = {
     "learning_rate": Metric("gauge", "async_rl_trainer_learning_rate", "Its learning rate."),
     "ess": Metric("gauge", "async_rl_trainer_effective_sample_ratio", "Effective sample size over sample size."),
     "k3": Metric("gauge", "async_rl_trainer_k3_nats", "k3 estimate of the KL between trainer and sampling policy."),
+    "learning_fraction": Metric("gauge", "async_rl_trainer_learning_ratio", "Share of tokens that move the policy."),
     "reference_kl": Metric("gauge", "async_rl_trainer_reference_kl_nats", "k3 estimate of the KL from the base model."),
     "kept_fraction": Metric("gauge", "async_rl_trainer_kept_ratio", "Share of tokens inside the ratio bounds."),
 }

@@ -58,10 +58,11 @@ class Batch(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """The batch's loss, and the log-probability of each of its trained tokens [n] under the policy, and under the
-    reference where the loss needs it."""
+    """The batch's loss, on how many of its trained tokens that depends (without the distance to the reference), and the
+    log-probability of each [n] under the policy, and under the reference where the loss needs it."""
 
     loss: float
+    learning: int
     proximal: torch.Tensor
     reference: torch.Tensor | None
 
@@ -125,7 +126,8 @@ class TorchBackend:
 
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
         """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, those of
-        `ratio_metrics`, and with a reference in the loss `reference_kl`, the mean k3 of the policy against it. A
+        `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage that move the policy: neither gated
+        nor beyond a clip), and with a reference in the loss `reference_kl`, the mean k3 of the policy against it. A
         skipped batch moves nothing, not even by weight decay, but its metrics and proximal log-probabilities are real.
         Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
 
@@ -145,6 +147,8 @@ class TorchBackend:
         loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
+        judged = int(batch.data.advantage.count_nonzero())
+        metrics["learning_fraction"] = sum(each.before.learning for each in updates) / judged if judged else 1.0
         if before.reference is not None and batch.n_tokens:
             metrics["reference_kl"] = float(k3((before.reference - before.proximal).double()).mean())
         return StepResult(metrics, _unflatten(samples, batch, before.proximal), skipped=norm == 0)
@@ -224,6 +228,7 @@ class TorchBackend:
         proximal = torch.zeros_like(batch.data.behaviour)
         reference = torch.zeros_like(proximal) if self._reference_in_loss else None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        learning = torch.zeros((), dtype=torch.int64, device=self.device)
         for rows, where in self._micro_batches(samples, batch):
             if reference is not None:
                 reference[where] = self._reference_logprobs(rows)
@@ -231,13 +236,15 @@ class TorchBackend:
             data = batch.data.at(where)
             coefficients = batch.coefficients[where]
             loss = partial_loss(current, data, coefficients, self.algorithm)
+            if loss.requires_grad:
+                learning += torch.autograd.grad(loss, current, retain_graph=True)[0].count_nonzero()
             if reference is not None:
                 loss = loss + partial_penalty(current, reference[where], data.behaviour, coefficients, self.algorithm)
             if loss.requires_grad:
                 loss.backward()
             total += loss.detach()
             proximal[where] = current.detach()
-        return Accumulated(float(total), proximal, reference)
+        return Accumulated(float(total), int(learning), proximal, reference)
 
     def _micro_batches(self, samples: Sequence[Sample], batch: Batch) -> Iterator[tuple[Rows, torch.Tensor]]:
         """Each micro-batch, and the places of its trained tokens among the batch's: int64 [n]."""

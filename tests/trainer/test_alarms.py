@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from async_rl.alarm_config import AlarmConfig
 from trainer.alarms import Alarm, Alarms, Remedies
 
-HEALTHY = {"kept_fraction": 0.92, "ess": 0.99, "k3": 0.02, "grad_norm": 0.4, "reward_min": 0.0, "skipped": False}
+HEALTHY = {"learning_fraction": 0.92, "ess": 0.99, "k3": 0.02, "grad_norm": 0.4, "reward_min": 0.0, "skipped": False}
 # metric, key that turns it off, a value beyond the bound
 BAD = [
-    ("kept_fraction", "kept_low", 0.04),
+    ("learning_fraction", "learning_low", 0.04),
     ("ess", "ess_low", 0.01),
     ("k3", "k3_high", 3.0),
     ("grad_norm", "grad_norm_factor", 80.0),
@@ -138,7 +138,7 @@ def test_what_is_not_finite_stops_at_once_and_is_named() -> None:
             {},
             optional={
                 name: st.one_of(st.none(), st.floats(0, 1e300), st.booleans())
-                for name in ("kept_fraction", "ess", "k3", "grad_norm", "reward", "reward_min", "skipped")
+                for name in ("learning_fraction", "ess", "k3", "grad_norm", "reward", "reward_min", "skipped")
             },
         ),
         max_size=30,

@@ -84,3 +84,22 @@ def test_a_weight_of_zero_only_measures(folder: Path) -> None:
     np.testing.assert_array_equal(gradient(watched, batch), gradient(plain, batch))
     assert watched.step(batch, 1e-3).metrics["reference_kl"] > 0
     assert "reference_kl" not in plain.step(batch, 1e-3).metrics
+
+
+def test_the_learning_fraction_counts_the_tokens_that_move_the_policy_whatever_else_is_in_the_loss(
+    folder: Path,
+) -> None:
+    clip = {"ratio_level": "token", "treatment": "clip", "ratio_low": 0.98, "ratio_high": 1.02, "surrogate": "ppo"}
+    batch = make_batch(folder)
+    batch[2] = batch[2]._replace(advantage=0.0)
+    for extra in ({}, {"reference_kl": "k2"}):
+        result = make_backend(folder, AlgorithmConfig(**clip, **extra), "float32", budget=30).step(batch, 0.0)
+        moves = []
+        for sample, proximal in zip(batch, result.proximal, strict=True):
+            ratio = np.exp(proximal - sample.behaviour)[sample.mask == 0]
+            stopped = ratio > 1.02 if sample.advantage > 0 else ratio < 0.98
+            moves += list(~stopped) if sample.advantage else []
+        assert 0.2 < np.mean(moves) < 0.9
+        assert result.metrics["learning_fraction"] == pytest.approx(np.mean(moves))
+    nothing = [sample._replace(advantage=0.0) for sample in batch]
+    assert make_backend(folder, AlgorithmConfig(), "float32").step(nothing, 0.0).metrics["learning_fraction"] == 1.0
