@@ -1,9 +1,9 @@
 """A batch and a model for tests that compare gradients, and the process that is one rank of several.
 
-    python -P gradient_batches.py RANK FOLDER DTYPE
+    python -P gradient_batches.py RANK FOLDER
 
-is one of two: for each case it takes its part of the batch, the first six attempts or the last two, and writes the
-gradient summed over both to FOLDER/rank-RANK-DTYPE.npz. FOLDER holds the model and is where the ranks meet.
+is one of two: for each dtype and case it takes its part of the batch, the first six attempts or the last two, and
+writes the gradients summed over both to FOLDER/rank-RANK.npz. FOLDER holds the model and is where the ranks meet.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LENGTH = 12  # of every sequence, so that a token budget says exactly how many g
 TRAINED = (9, 9, 9, 9, 9, 5, 6, 4)  # tokens of each attempt: uneven, and 5 : 1 between the first six and the others
 GROUPS = (0, 0, 0, 1, 1, 1, 4, 4)
 
+DTYPES = ("float64", "float32")
 SURROGATES = {
     "policy_gradient": {"ratio_level": "sequence", "treatment": "truncate", "ratio_high": 1.02},
     "ppo": {"ratio_level": "token", "treatment": "clip", "ratio_low": 0.98, "ratio_high": 1.02, "surrogate": "ppo"},
@@ -109,17 +110,18 @@ def gradient(backend: TorchBackend, batch: list[Sample]) -> npt.NDArray[np.float
     return whole.double().numpy()
 
 
-def main(rank: int, folder: Path, dtype: str) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet-{dtype}", rank=rank, world_size=2)
+def main(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
     batch = make_batch(folder)
-    backend = make_backend(folder, AlgorithmConfig(), dtype)
     out = {}
-    for name, algorithm in CASES.items():
-        backend.algorithm = algorithm
-        out[name] = gradient(backend, batch[:6] if rank == 0 else batch[6:])
-    np.savez(folder / f"rank-{rank}-{dtype}.npz", **out)
+    for dtype in DTYPES:
+        backend = make_backend(folder, AlgorithmConfig(), dtype)
+        for name, algorithm in CASES.items():
+            backend.algorithm = algorithm
+            out[f"{name}-{dtype}"] = gradient(backend, batch[:6] if rank == 0 else batch[6:])
+    np.savez(folder / f"rank-{rank}.npz", **out)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), Path(sys.argv[2]))
