@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from gradient_batches import make_backend, make_model
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import BufferConfig, Config, InferenceConfig
@@ -19,7 +21,7 @@ from async_rl.version import VersionRun
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, decode_body, encode_body
 from async_rl.wire.payloads import BLOB_BYTES
-from trainer.batches import TrainingBatch, penalised, prepare
+from trainer.batches import TrainingBatch, penalised, prepare, with_reference_kl
 
 FOR_VERSION, K, VOCABULARY = 9, 4, 32
 LIMIT = 20  # tokens of an answer
@@ -286,3 +288,15 @@ def test_behaviour_logprobs_that_are_short_or_too_many_are_refused_and_the_traje
         batch = prepared(lend([trajectory(7, 3, 1.0, segment((9, 3), logprobs=logprobs)), trajectory(7, 4, 0.0)]))
     assert outcomes(batch)[7, 3] == "refused"
     assert "attempt 7/3: " in caplog.text
+
+
+def test_the_reference_pass_is_made_only_where_the_reward_pays_for_it(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    backend = make_backend(tmp_path, AlgorithmConfig(), "float32")
+    batch = prepared(lend([trajectory(1, 0, 1.0), trajectory(1, 1, 0.0)]), advantage="dr_grpo")
+    reward = CreditConfig(advantage="dr_grpo", reference_kl="k1", reference_kl_place="reward", reference_kl_weight=0.5)
+    after = with_reference_kl(batch, backend, reward)
+    reference = np.array([each[2:].sum() for each in backend.reference(batch.samples)])
+    assert after.shaped == pytest.approx(batch.rewards - 0.5 * (3 * -0.5 - reference), rel=1e-5)
+    for elsewhere in (CreditConfig(), CreditConfig(reference_kl="k3")):
+        assert with_reference_kl(batch, backend, elsewhere) is batch
