@@ -31,7 +31,10 @@ def _preset(name: str) -> Settings:
 
 
 UNCORRECTED = "uncorrected"
-PRESETS = ("gspo", "topr", "icepop", "cispo", "dppo", "decoupled_ppo_log_linear", "flash_reinforce", "age_clip")
+PRESETS = (
+    "gspo", "topr", "icepop", "cispo", "dppo", "decoupled_ppo_log_linear", "flash_reinforce", "age_clip",
+    "age_clip_wide",
+)  # fmt: skip
 
 CORRECTIONS: Mapping[str, Settings] = {
     UNCORRECTED: _parts("policy_gradient", "token", "uncorrected", 0.0, 2.0),

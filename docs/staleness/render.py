@@ -29,7 +29,7 @@ from async_rl.run.bench_staleness_results import (
 
 HERE = Path(__file__).parent
 NEAR = 0.06  # of on-policy learning
-OURS = ("age_clip",)
+OURS = ("age_clip", "age_clip_wide")
 
 INTRODUCTION = """\
 # Learning from old data
