@@ -22,6 +22,7 @@ from async_rl.run.bench_staleness_results import (
     by_correction,
     is_on_policy,
     on_policy,
+    place_of,
     places,
     rows,
     start,
@@ -60,7 +61,7 @@ def render(document: dict[str, Any]) -> str:
     lines = [INTRODUCTION.format(**settings, start=start(runs[0])), *_verdict(runs, found)]
     for place in found:
         title = place.name[0].upper() + place.name[1:]
-        lines += [f"## {title}", "", *_table(rows(runs, place)), ""]
+        lines += [f"## {title}", "", *_sampled(runs, place), *_table(rows(runs, place)), ""]
     return "\n".join([*lines, *_settings(runs), "", *_footnote(document), ""])
 
 
@@ -92,6 +93,15 @@ def _comparison(our: Row, best: Row) -> str:
         f"- Our own {our.correction}, whose bounds depend on the tokens' age: {_signed(difference, error)} against the "
         f"best of the others, {best.correction}: {verdict}."
     )
+
+
+def _sampled(runs: Sequence[Run], place: Place) -> list[str]:
+    """Of reuse, what it saves."""
+    if place.reuse == 1:
+        return []
+    attempts = next(run["attempts"] for run in runs if place_of(run) == place)
+    usual = next(run["attempts"] for run in runs if is_on_policy(run))
+    return [f"As many updates as without reuse, from {attempts:,} sampled answers instead of {usual:,}.", ""]
 
 
 def _table(table: Sequence[Row]) -> list[str]:
@@ -180,7 +190,7 @@ def _draw_corrections(axes: Any, runs: Sequence[Run]) -> None:
         axes.axvline(base.final, color=GREY, label="on-policy")
     axes.axvline(start(runs[0]), color=RED, linestyle=(0, (5, 3)), linewidth=1, label="start")
     axes.set_yticks(range(len(order)), order)
-    _dress(axes, f"learning rate {_main_rate(runs):g}: held-out reward at the end, ± standard error")
+    _dress(axes, f"learning rate {_main_rate(runs):g}: reward at the end ± standard error")
     axes.legend(frameon=False, fontsize=9, loc="lower left")
 
 
@@ -201,7 +211,7 @@ def _draw_curves(axes: Any, runs: Sequence[Run]) -> None:
         means = [sum(column) / len(column) for column in columns]
         axes.plot(versions, means, color=colour, label=name)
         axes.fill_between(versions, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15)
-    _dress(axes, f"{first.name}: along the runs (mean, and all seeds between)")
+    _dress(axes, f"lag {first.lag}: along the runs (mean, lowest to highest seed)")
     axes.set_xlabel("version", color=INK)
     axes.legend(frameon=False, fontsize=8)
 
