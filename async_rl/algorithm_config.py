@@ -64,6 +64,8 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     """An attempt with a negative advantage and a mean log(μ/π) above this does not train; 0 is off."""
     age_decay: NonNegative = 0.0
     """A token's weight is multiplied by (1 + age)^-age_decay."""
+    age_decay_of: Literal["all", "failures"] = "all"
+    """failures: only where the advantage is negative; what went well stays worth learning however old it is."""
     alarms: AlarmConfig = AlarmConfig()
 
 
@@ -83,6 +85,7 @@ def check_algorithm(algorithm: AlgorithmConfig, *, updates_per_batch: int = 1) -
 
 REPLACED_BY_LOSS = (
     "surrogate", "dual_clip", "proximal", "clip_low", "clip_high", "gate", "veto", "negative_mask", "age_decay",
+    "age_decay_of",
 )  # fmt: skip
 
 
@@ -140,6 +143,8 @@ def _check_surrogate(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_gate(algorithm: AlgorithmConfig) -> None:
+    if algorithm.age_decay == 0 and _changed(algorithm, ("age_decay_of",)):
+        raise ConfigError("[algorithm] age_decay_of has no meaning with age_decay = 0: set that above 0, or remove it")
     if algorithm.gate == "none":
         if unused := _changed(algorithm, ("gate_level", "gate_side", "gate_bound")):
             raise ConfigError(f'[algorithm] {unused[0]} has no meaning with gate = "none": remove it, or name a gate')
@@ -176,6 +181,8 @@ def describe(algorithm: AlgorithmConfig) -> str:
         parts.append(f"{algorithm.gate_level}-level {algorithm.gate} at most {algorithm.gate_bound:g}")
     numbers = {name: getattr(algorithm, name) for name in ("veto", "negative_mask", "age_decay", "dual_clip")}
     parts += [f"{name} {value:g}" for name, value in numbers.items() if value]
+    if algorithm.age_decay and algorithm.age_decay_of == "failures":
+        parts.append("age_decay of failures")
     preset = f"{algorithm.preset}: " if algorithm.preset else ""
     return preset + ", ".join([*parts, algorithm.aggregation])
 

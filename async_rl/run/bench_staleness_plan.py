@@ -33,7 +33,7 @@ def _preset(name: str) -> Settings:
 UNCORRECTED = "uncorrected"
 PRESETS = (
     "gspo", "topr", "icepop", "cispo", "dppo", "decoupled_ppo_log_linear", "flash_reinforce", "age_clip",
-    "age_clip_wide",
+    "age_clip_wide", "age_topr",
 )  # fmt: skip
 
 CORRECTIONS: Mapping[str, Settings] = {
@@ -46,7 +46,10 @@ CORRECTIONS: Mapping[str, Settings] = {
 }  # fmt: skip
 """By name, a preset by its own: the config's keys. At lag 0 every ratio is 1, and all are the plain policy gradient."""
 
-FEW = (UNCORRECTED, "token, truncated at 2", "sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28", "gspo", "topr")
+FEW = (
+    UNCORRECTED, "token, truncated at 2", "sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28", "gspo", "topr",
+    "age_topr",
+)  # fmt: skip
 """Those that other learning rates are tried with."""
 
 REUSED = ("sequence, truncated at 2", "PPO clip, token, 0.8 to 1.28")

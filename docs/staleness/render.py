@@ -30,7 +30,7 @@ from async_rl.run.bench_staleness_results import (
 
 HERE = Path(__file__).parent
 NEAR = 0.06  # of on-policy learning
-OURS = ("age_clip", "age_clip_wide")
+OURS = ("age_clip", "age_clip_wide", "age_topr")
 
 INTRODUCTION = """\
 # Learning from old data

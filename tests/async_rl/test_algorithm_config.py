@@ -44,6 +44,7 @@ BROKEN = {
     "with one of them there is nothing to clip": {"algorithm": {"surrogate": "decoupled_ppo"}},
     'gate_bound has no meaning with gate = "none"': {"algorithm": {"gate_bound": 0.1}},
     'gate_side has no meaning with gate = "none"': {"algorithm": {"gate_side": "away"}},
+    "age_decay_of has no meaning with age_decay = 0": {"algorithm": {"age_decay_of": "failures"}},
     'gate = "tv" needs a gate_bound above 0': {"algorithm": {"gate": "tv"}},
     'gate_side = "away" judges single tokens': {"algorithm": TV | {"gate_side": "away", "gate_level": "sequence"}},
 }
@@ -60,6 +61,7 @@ WHOLE = [
         "trainer": {"updates_per_batch": 2},
     },
     {"algorithm": TV | {"gate_side": "away"}},
+    {"algorithm": {"age_decay": 0.1, "age_decay_of": "failures"}},
     {"algorithm": TV | {"gate_level": "sequence"}},
 ]
 

@@ -105,7 +105,8 @@ def factor(t: int, policy: list[float], tokens: Tokens, algorithm: Any) -> float
         and veto(t, policy, tokens, algorithm.veto)
         and negative(t, policy, tokens, algorithm.negative_mask)
     )
-    return 1 / (1 + tokens.age[t]) ** algorithm.age_decay if trains else 0.0
+    ages = algorithm.age_decay_of == "all" or tokens.advantage[t] < 0
+    return (1 / (1 + tokens.age[t]) ** algorithm.age_decay if ages else 1.0) if trains else 0.0
 
 
 def ppo(r: float, advantage: float, low: float, high: float, dual: float) -> float:

@@ -89,17 +89,22 @@ def passes_negative_mask(current: torch.Tensor, data: TokenData, bound: float) -
 
 
 def age_weight(age: torch.Tensor, decay: float) -> torch.Tensor:
-    """(1 + age)^-decay: float64 [n]. It shifts weight from old tokens to young ones; where all are of one age it only
-    scales the gradient, to which Adam is all but blind."""
+    """(1 + age)^-decay: float64 [n]. Given to all tokens it shifts weight from old ones to young ones; where all are of
+    one age that only scales the gradient, to which Adam is all but blind. Given to failures alone it shifts weight to
+    what went well, the more the older the data."""
     return (1.0 + age.double()) ** -decay
 
 
 def factor(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """What each token's loss is multiplied with, float64 [n]: 0 where it does not train, else its weight by age."""
+    """What each token's loss is multiplied with, float64 [n]: 0 where it does not train, else its weight by age; with
+    age_decay_of "failures" that is 1 where A ≥ 0."""
     current = current.detach()
     kept = (
         passes_gate(current, data, algorithm)
         & passes_veto(current, data, algorithm.veto)
         & passes_negative_mask(current, data, algorithm.negative_mask)
     )
-    return kept * age_weight(data.age, algorithm.age_decay)
+    weight = age_weight(data.age, algorithm.age_decay)
+    if algorithm.age_decay_of == "failures":
+        weight = torch.where(data.advantage < 0, weight, torch.ones_like(weight))
+    return kept * weight

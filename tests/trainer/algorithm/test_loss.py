@@ -39,6 +39,8 @@ PARTS: list[dict[str, Any]] = [
       for kind in DIVERGENCES for level in ("token", "sequence") for bound in (0.003, 0.1)),
     *({"gate": kind, "gate_side": "away", "gate_bound": 0.05} for kind in DIVERGENCES),
     {"veto": 1e-4}, {"veto": 0.6}, {"negative_mask": 0.05}, {"age_decay": 0.5}, {"age_decay": 2.0},
+    {"age_decay": 0.5, "age_decay_of": "failures"},
+    {"surrogate": "topr", "ratio_high": 1.0, "age_decay": 0.5, "age_decay_of": "failures"},
     {"ratio_level": "token", "treatment": "mask", **BOUNDS, "gate": "k3", "gate_bound": 0.2, "veto": 1e-3,
      "negative_mask": 0.1, "age_decay": 1.0},
     {**PPO, "gate": "tv", "gate_bound": 0.1, "veto": 1e-3, "negative_mask": 0.1, "age_decay": 1.0, "age_power": -0.5},
@@ -201,7 +203,8 @@ def test_with_identical_policies_every_part_is_the_plain_policy_gradient(batch: 
     _, data = batch
     current = data.behaviour.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(token_losses(current, data, algorithm).sum(), current)
-    expected = -data.advantage / (1.0 + data.age.double()) ** algorithm.age_decay
+    aged = (data.advantage < 0) | (algorithm.age_decay_of == "all")
+    expected = -data.advantage / (1.0 + data.age.double() * aged) ** algorithm.age_decay
     assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-15)
 
 
