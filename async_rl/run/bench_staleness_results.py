@@ -32,8 +32,8 @@ class Place(NamedTuple):
 
 class Row(NamedTuple):
     """One correction at one place over its seeds: `final` and the on-policy `gap` with their standard errors (nan with
-    one seed); `lowest` evaluation of any seed. Of the `n` seeds `below` end lower than they began, `alarmed` would have
-    ended by an alarm, and `failed` broke off."""
+    one seed); `lowest` evaluation of any seed. Of the `n` seeds `below` end lower than they began, `alarmed` of those
+    `watched` would have ended by an alarm, and `failed` broke off."""
 
     correction: str
     n: int
@@ -44,6 +44,7 @@ class Row(NamedTuple):
     lowest: float
     below: int
     alarmed: int
+    watched: int
     failed: int
 
 
@@ -124,5 +125,6 @@ def _row(name: str, of: Sequence[Run], base: Sequence[Run]) -> Row:
         name, len(of), *mean_and_error([final(run) for run in of]), *gap, min(map(lowest, of)),
         below=sum(final(run) < start(run) for run in of),
         alarmed=sum(run.get("alarm_at") is not None for run in of),
+        watched=sum("alarm_at" in run for run in of),
         failed=sum(bool(run["error"]) for run in of),
     )  # fmt: skip

@@ -159,8 +159,9 @@ def die_with_parent(expected_parent: int) -> None:
 
 
 def follow_parent() -> None:
-    """For a process that works for the one that started it: end when that does, and leave Ctrl-C to it."""
+    """For a process that works for the one that started it: end when that does, cleaning up, and leave Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
 
 

@@ -188,7 +188,7 @@ def test_rows_compare_each_correction_with_on_policy_learning_of_the_same_seeds(
     assert clip.gap == pytest.approx(((0.6 - 0.7) + (0.6 - 0.8)) / 2)
     assert clip.gap_error == pytest.approx(np.std([-0.1, -0.2], ddof=1) / np.sqrt(2))
     assert (uncorrected.correction, uncorrected.below, uncorrected.lowest) == (UNCORRECTED, 1, 0.1)
-    assert (uncorrected.alarmed, uncorrected.failed) == (0, 0)
+    assert (uncorrected.alarmed, uncorrected.watched, uncorrected.failed) == (0, 2, 0)
     worse = [
         each | {"alarm_at": each["seed"], "error": "not finite"} if each["correction"] == CLIP else each
         for each in RUNS
