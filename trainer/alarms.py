@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from async_rl.alarm_config import AlarmConfig
@@ -106,7 +106,7 @@ class Alarms:
         self._rewards.append(reward)
         self._recent.append(reward)
         if len(self._recent) == WINDOW:
-            self._best = max(self._best, statistics.fmean(self._recent))
+            self._best = max(self._best, _mean(self._recent))
 
     def _reward(self) -> Finding | None:
         """The mean of the last steps against the best such mean so far, both above the lowest reward of any attempt: so
@@ -115,10 +115,10 @@ class Alarms:
         share = self._config.reward_drop
         if not share or len(self._rewards) < ENOUGH:
             return None
-        now = statistics.fmean(self._recent)
-        changes = [(after - before) ** 2 for before, after in itertools.pairwise(self._rewards)]
+        now = _mean(self._recent)
+        changes = [after - before for before, after in itertools.pairwise(self._rewards)]
         # A change has twice a step's variance, and so has the difference of two means that of one.
-        noise = math.sqrt(statistics.fmean(changes) / WINDOW)
+        noise = math.hypot(*changes) / math.sqrt(len(changes) * WINDOW)
         bound = self._best - max(share * (self._best - self._lowest), NOISE * noise)
         if now >= bound:
             return None
@@ -194,6 +194,11 @@ def _not_finite(record: Mapping[str, Any], remedies: Remedies) -> list[Alarm]:
 def _number(record: Mapping[str, Any], key: str) -> float | None:
     value = record.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _mean(values: Collection[float]) -> float:
+    """Whose sum may be beyond the largest float."""
+    return math.fsum(value / len(values) for value in values)
 
 
 def _below(value: float | None, bound: float, severe: bool) -> Finding | None:

@@ -131,7 +131,7 @@ def test_what_is_not_finite_stops_at_once_and_is_named() -> None:
     assert "trainer.learning_rate" in stop.text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.fixed_dictionaries(
@@ -146,3 +146,9 @@ def test_what_is_not_finite_stops_at_once_and_is_named() -> None:
 )
 def test_records_with_anything_missing_or_huge_are_judged_without_an_error(records: list[dict[str, Any]]) -> None:
     assert all(alarm.text for alarm in fed(Alarms(AlarmConfig(steps=2), Remedies()), records))
+
+
+def test_rewards_at_the_end_of_the_scale_are_judged_without_an_error() -> None:
+    alarms = Alarms(AlarmConfig(), Remedies())
+    assert fed(alarms, [{"step": step, "reward": 1.7e308 * (-1) ** step} for step in range(40)]) == []
+    assert fed(Alarms(AlarmConfig(), Remedies()), [{"step": step, "reward": 1e300} for step in range(40)]) == []
