@@ -16,7 +16,7 @@ STEPS, WARM_UP = 2000, 200
 LIMIT_BYTES = dict.fromkeys(("buffer", "store", "node-0", "trainer"), 1024)  # a step
 TABLE = [
     "run.eval_every=0", "buffer.groups_per_step=2", "buffer.group_size=2", "inference.slots=8", "inference.nodes=1",
-    "trainer.checkpoint_every=500", f"run.steps={STEPS}",
+    "trainer.checkpoint_every=500", "trainer.learning_rate=1e-5", f"run.steps={STEPS}",
 ]  # fmt: skip
 
 

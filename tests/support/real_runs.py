@@ -53,6 +53,9 @@ treatment = "clip"
 ratio_low = 0.8
 ratio_high = 1.28
 surrogate = "ppo"
+
+[algorithm.alarms]
+action = "warn"  # so few answers a step teach nothing for long, and that is not what is tested with them
 """
 
 
