@@ -31,9 +31,9 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One correction at one place over its seeds: `final` and the on-policy `gap` with their standard errors (nan with
-    one seed); `lowest` evaluation of any seed. Of the `n` seeds `below` end lower than they began, `alarmed` of those
-    `watched` would have ended by an alarm, and `failed` broke off."""
+    """One correction at one place over its seeds: `final`, the on-policy `gap` and `along` the run, with their standard
+    errors (nan with one seed); `lowest` evaluation of any seed. Of the `n` seeds `below` end lower than they began,
+    `alarmed` of those `watched` would have ended by an alarm, and `failed` broke off."""
 
     correction: str
     n: int
@@ -41,6 +41,8 @@ class Row(NamedTuple):
     error: float
     gap: float
     gap_error: float
+    along: float
+    along_error: float
     lowest: float
     below: int
     alarmed: int
@@ -122,7 +124,8 @@ def _row(name: str, of: Sequence[Run], base: Sequence[Run]) -> Row:
     gaps = [final(run) - reference[run["seed"]] for run in of if run["seed"] in reference]
     gap = mean_and_error(gaps) if gaps else (math.nan, math.nan)
     return Row(
-        name, len(of), *mean_and_error([final(run) for run in of]), *gap, min(map(lowest, of)),
+        name, len(of), *mean_and_error([final(run) for run in of]), *gap,
+        *mean_and_error([over_training(run) for run in of]), min(map(lowest, of)),
         below=sum(final(run) < start(run) for run in of),
         alarmed=sum(run.get("alarm_at") is not None for run in of),
         watched=sum("alarm_at" in run for run in of),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from async_rl.run.bench_staleness_results import (
     is_on_policy,
     mean_and_error,
     on_policy,
+    over_training,
     place_of,
     places,
     rows,
@@ -50,10 +51,11 @@ exactly as old as the lag (and younger only in the first updates, when there are
 the adapter's start, prompts and sampling. Advantage and aggregation are the same for all (`grpo`, `token_mean`),
 whatever a preset says of them.
 
-A run's result is the mean of its last three evaluations, each of {eval_samples} held-out instances answered greedily. ±
-is the standard error over seeds; *gap* is to on-policy learning with the same seeds; *lowest* is any seed's lowest
-evaluation; *below* counts the seeds that end lower than they began ({start:.3f}), *alarm* those that
-`algorithm.alarms` would have ended as real runs ("of", where not all were watched); here they go on.
+A run's result is the mean of its last three evaluations, each of {eval_samples} held-out instances answered greedily.
+± is the standard error over seeds; *gap* is to on-policy learning with the same seeds; *along* is the mean over all
+versions of a run; *lowest* is any seed's lowest evaluation; *below* counts the seeds that end lower than they began
+({start:.3f}), *alarm* those that `algorithm.alarms` would have ended as real runs ("of", where not all were watched);
+here they go on.
 
 ![what each correction reaches](staleness.png)
 """
@@ -93,21 +95,25 @@ def _ours(runs: Sequence[Run], found: Sequence[Place]) -> list[str]:
         "Against the best of the published ones there, as a difference with the same seeds. A verdict takes",
         "significance at 5 % by a paired t-test: with three seeds, 4.3 standard errors.",
         "",
-        "| place | ours | best of the others | difference | |",
-        "|---|---|---|---|---|",
+        "| place | ours | best of the others | at the end | | along | |",
+        "|---|---|---|---|---|---|---|",
     ]
     for place in found:
         at = by_correction(runs, place)
         best = next((row.correction for row in rows(runs, place) if row.correction not in (*OURS, ON_POLICY)), None)
         if best:
-            pairs = [(name, _difference(at[name], at[best])) for name in OURS if name in at]
+            pairs = [(name, _differences(at[name], at[best])) for name in OURS if name in at]
             lines += [f"| {place.name} | {name} | {best} | {difference} |" for name, difference in pairs]
     return [*lines, ""]
 
 
-def _difference(ours: Sequence[Run], others: Sequence[Run]) -> str:
-    by_seed = {run["seed"]: final(run) for run in others}
-    differences = [final(run) - by_seed[run["seed"]] for run in ours if run["seed"] in by_seed]
+def _differences(ours: Sequence[Run], others: Sequence[Run]) -> str:
+    return " | ".join(_difference(ours, others, measure) for measure in (final, over_training))
+
+
+def _difference(ours: Sequence[Run], others: Sequence[Run], measure: Callable[[Run], float]) -> str:
+    by_seed = {run["seed"]: measure(run) for run in others}
+    differences = [measure(run) - by_seed[run["seed"]] for run in ours if run["seed"] in by_seed]
     if not differences:
         return "– | no seed in common"
     mean, error = mean_and_error(differences)
@@ -129,14 +135,18 @@ def _sampled(runs: Sequence[Run], place: Place) -> list[str]:
 
 
 def _table(table: Sequence[Row]) -> list[str]:
-    lines = ["| correction | seeds | at the end | gap | lowest | below | alarm |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| correction | seeds | at the end | gap | along | lowest | below | alarm |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in table:
         gap = "" if row.correction == ON_POLICY else _signed(row.gap, row.gap_error)
         failed = f" ({row.failed} broke off)" if row.failed else ""
         below = str(row.below or "")
         alarmed = str(row.alarmed or "") if row.watched == row.n else f"{row.alarmed} of {row.watched}"
         lines.append(
-            f"| {row.correction}{failed} | {row.n} | {_value(row.final, row.error)} | {gap} | {row.lowest:.3f} | "
+            f"| {row.correction}{failed} | {row.n} | {_value(row.final, row.error)} | {gap} | "
+            f"{_value(row.along, row.along_error)} | {row.lowest:.3f} | "
             f"{below} | {alarmed} |"
         )
     return lines
