@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,23 @@ def test_what_a_file_holds_is_not_run_again_unless_its_correction_has_changed(tm
     assert (CLIP, 16, 1) in left
     assert not {(UNCORRECTED, 0, 0), (UNCORRECTED, 0, 1), (UNCORRECTED, 16, 0), (UNCORRECTED, 16, 1)} & set(left)
     assert len(left) == len(cells) - 4
+
+
+@pytest.mark.timeout(90)
+def test_the_command_prints_what_the_file_holds_and_starts_nothing_when_nothing_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    held = [run(name, lag, seed, 0.5, 0.6) for name, lag in ((UNCORRECTED, 0), (CLIP, 3)) for seed in (0, 1)]
+    write(path, document_of(held, Scale(updates=9), 2))
+    given = ["--lags", "3", "--rates", "5e-4", "--reuses", "", "--corrections", CLIP, "--updates", "9", "--rounds", "2"]
+    command = [sys.executable, "-P", "-m", "async_rl.run.bench_staleness", *given, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 4 runs to do" in done.stdout
+    assert "lag 3, learning rate 0.0005" in done.stdout
+    assert json.loads(path.read_text())["runs"] == json.loads(json.dumps(held))
+    refused = subprocess.run([*command, "--corrections", "clip"], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: --corrections: there is no 'clip'")
 
 
 def test_a_file_of_runs_of_another_size_or_of_something_else_is_left_alone(tmp_path: Path) -> None:
