@@ -55,7 +55,8 @@ A run's result is the mean of its last three evaluations, each of {eval_samples}
 ± is the standard error over seeds; *gap* is to on-policy learning with the same seeds; *along* is the mean over all
 versions of a run; *lowest* is any seed's lowest evaluation; *below* counts the seeds that end lower than they began
 ({start:.3f}), *alarm* those that `algorithm.alarms` would have ended as real runs ("of", where not all were watched);
-here they go on.
+here they go on. On-policy, the engine's and the trainer's log-probabilities of a token are {mismatch:.0e} apart, so the
+rest is age.
 
 ![what each correction reaches](staleness.png)
 """
@@ -65,12 +66,17 @@ def render(document: dict[str, Any]) -> str:
     """The page's text."""
     runs, settings = document["runs"], document["settings"]
     found = places(runs)
-    lines = [INTRODUCTION.format(**settings, start=start(runs[0])), *_verdict(runs, found)]
+    lines = [INTRODUCTION.format(**settings, start=start(runs[0]), mismatch=_mismatch(runs)), *_verdict(runs, found)]
     for place in found:
         title = place.name[0].upper() + place.name[1:]
         lines += [f"## {title}", "", *_sampled(runs, place), *_table(rows(runs, place)), ""]
     lines += _ours(runs, found)
     return "\n".join([*lines, *_settings(runs), "", *_footnote(document), ""])
+
+
+def _mismatch(runs: Sequence[Run]) -> float:
+    """Mean |Δ log p| in nats, trainer against engine, where both have the same policy."""
+    return max((run["metrics"]["mismatch_mean"] for run in runs if is_on_policy(run)), default=math.nan)
 
 
 def _verdict(runs: Sequence[Run], found: Sequence[Place]) -> list[str]:
