@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import msgspec
+import pytest
 
 from async_rl.algorithm_config import AlgorithmConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithm.md"
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_that_the_script_writes() -> None:
     render = runpy.run_path(str(PAGE.parent / "algorithm" / "render.py"))["render"]
     assert PAGE.read_text() == render(PAGE.read_text()), "run: python docs/algorithm/render.py"
