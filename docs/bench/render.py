@@ -22,21 +22,22 @@ INTRODUCTION = """\
 Each file here was written by `async-rl bench NAME --json docs/bench/NAME.json`; this page is made of them by
 `docs/bench/render.py`. Figures of one machine do not carry over to another, so look at the ratios: every arm was
 measured in turn with its baseline, and a ratio is the median of those within a round (lowest–highest), above 1 meaning
-better than the baseline. `--compare docs/bench/NAME.json` sets a run of yours beside these.
+better than the baseline. `--compare docs/bench/NAME.json` sets a run of yours beside these. `transport_curve` is
+`bench transport --curve --producers 4 --arms CURVE raw ingest`.
 """
 
 
 def render(folder: Path) -> str:
     """The page's text."""
-    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([INTRODUCTION, *(_section(document) for document in documents)])
+    documents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return "\n".join([INTRODUCTION, *(_section(name, document) for name, document in documents.items())])
 
 
-def _section(document: dict[str, Any]) -> str:
+def _section(name: str, document: dict[str, Any]) -> str:
     machine = document["machine"]
     libraries = ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())
     lines = [
-        f"## {document['bench']}",
+        f"## {name}",
         "",
         f"{document['made'][:10]}, {machine['processor']}, {machine['cores']} cores, Python {machine['python']}, "
         f"{libraries}; {document['settings']['rounds']} rounds.",
