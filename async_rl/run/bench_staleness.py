@@ -61,12 +61,13 @@ METRICS = (
 
 def document_of(runs: Sequence[Run], scale: Scale, seeds: int) -> dict[str, Any]:
     """The benchmark's document: `runs` as they came, and `cells` derived of them in the frame that all benchmarks
-    share, with what all `seeds` seeds have been run for. There the baseline is on-policy learning."""
+    share, of the first `seeds` seeds: what all of them have been run for. There the baseline is on-policy learning."""
     cells = []
     for place in places(runs):
         base = on_policy(runs, place.learning_rate)
         arms = {ON_POLICY: base, **by_correction(runs, place)}
-        whole = {name: of for name, of in arms.items() if [run["seed"] for run in of] == list(range(seeds))}
+        first = {name: [run for run in of if run["seed"] < seeds] for name, of in arms.items()}
+        whole = {name: of for name, of in first.items() if len(of) == seeds}
         if ON_POLICY in whole and len(whole) > 1:
             measured = {name: _measures(of) for name, of in whole.items()}
             cells.append({"cell": place.name, "baseline": ON_POLICY, "arms": measured})

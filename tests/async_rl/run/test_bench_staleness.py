@@ -224,4 +224,5 @@ def test_the_shared_frame_has_what_every_seed_was_run_for_and_nothing_else() -> 
     assert cell["arms"][CLIP]["final"] == pytest.approx([0.6, 0.6])
     assert ratios(cell, CLIP, document["metrics"][0]) == pytest.approx([0.6 / 0.7, 0.6 / 0.8])
     assert document["runs"] == RUNS
+    assert document_of([*RUNS, run(CLIP, 16, 2, 0.5, 0.7)], Scale(), 2)["cells"] == document["cells"]
     bench_tables(document)
