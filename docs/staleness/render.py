@@ -54,9 +54,9 @@ whatever a preset says of them.
 A run's result is the mean of its last three evaluations, each of {eval_samples} held-out instances answered greedily.
 ± is the standard error over seeds; *gap* is to on-policy learning with the same seeds; *along* is the mean over all
 versions of a run; *lowest* is any seed's lowest evaluation; *below* counts the seeds that end lower than they began
-({start:.3f}), *alarm* those that `algorithm.alarms` would have ended as real runs ("of", where not all were watched);
-here they go on. On-policy, the engine's and the trainer's log-probabilities of a token are {mismatch:.0e} apart, so the
-rest is age.
+({start:.3f}), *alarm* those that `algorithm.alarms` would have ended as real runs ("of": not all were watched, –: none
+was); here they go on. On-policy, the engine's and the trainer's log-probabilities of a token are {mismatch:.0e} apart,
+so the rest is age.
 
 ![what each correction reaches](staleness.png)
 """
@@ -150,6 +150,7 @@ def _table(table: Sequence[Row]) -> list[str]:
         failed = f" ({row.failed} broke off)" if row.failed else ""
         below = str(row.below or "")
         alarmed = str(row.alarmed or "") if row.watched == row.n else f"{row.alarmed} of {row.watched}"
+        alarmed = alarmed if row.watched else "–"
         lines.append(
             f"| {row.correction}{failed} | {row.n} | {_value(row.final, row.error)} | {gap} | "
             f"{_value(row.along, row.along_error)} | {row.lowest:.3f} | "
@@ -232,7 +233,7 @@ def _draw_corrections(axes: Any, runs: Sequence[Run]) -> None:
     axes.axvline(start(runs[0]), color=RED, linestyle=(0, (5, 3)), linewidth=1, label="start")
     axes.set_yticks(range(len(order)), order)
     _dress(axes, f"learning rate {_main_rate(runs):g}: reward at the end ± standard error")
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
 def _draw_curves(axes: Any, runs: Sequence[Run]) -> None:
@@ -254,7 +255,7 @@ def _draw_curves(axes: Any, runs: Sequence[Run]) -> None:
         axes.fill_between(versions, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15)
     _dress(axes, f"lag {first.lag}: along the runs (mean, lowest to highest seed)")
     axes.set_xlabel("version", color=INK)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="center right")
 
 
 def _draw_rates(axes: Any, runs: Sequence[Run]) -> None:
@@ -274,6 +275,9 @@ def _draw_rates(axes: Any, runs: Sequence[Run]) -> None:
             label=name,
         )  # fmt: skip
     axes.set_xscale("log")
+    rates = sorted({rate for of in several.values() for rate, _ in of})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
     _dress(axes, f"lag {far}: by learning rate")
     axes.set_xlabel("learning rate", color=INK)
     if several:
