@@ -71,7 +71,7 @@ class Attacked:
 @contextmanager
 def stranger(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 20_000)  # what was sent arrives, or the context is long in ending
+        dealer.setsockopt(zmq.LINGER, 120_000)  # what was sent arrives, or the context is long in ending
         dealer.setsockopt(zmq.SNDTIMEO, 30_000)
         dealer.setsockopt(zmq.RCVTIMEO, 30_000)
         dealer.connect(endpoint)
