@@ -30,4 +30,5 @@ class AlarmConfig(Section, frozen=True, kw_only=True):
     """How many times its median over earlier steps the gradient's norm may be."""
     reward_drop: Share = 0.5
     """How much of the best mean reward of 8 steps may be lost in a later mean, as a share of its distance from the
-    lowest reward of any attempt. Here a single step beyond the bound is enough."""
+    lowest reward of any attempt. Here a single step beyond the bound is enough. Only a warning where past rewards
+    decide what is asked (buffer.retire_above, difficulty): that makes tasks harder on purpose."""

@@ -187,16 +187,16 @@ def describe(algorithm: AlgorithmConfig) -> str:
     return preset + ", ".join([*parts, algorithm.aggregation])
 
 
-CREDIT_KEYS = frozenset(CreditConfig.__struct_fields__)
+KEPT_KEYS = frozenset((*CreditConfig.__struct_fields__, "alarms"))
 
 
 def under_preset(section: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What stays of a file's [algorithm] when a preset is named over it (--set algorithm.preset=NAME): what answers are
-    worth, where the preset leaves that open. How ratios are corrected is the preset's alone, as parts of two methods
-    seldom go together."""
+    worth, where the preset leaves that open, and the alarms. How ratios are corrected is the preset's alone, as parts
+    of two methods seldom go together."""
     path = shipped_presets().get(name)
     named = tomllib.loads(path.read_text()) if path else {}
-    return {key: value for key, value in section.items() if key in CREDIT_KEYS and key not in named}
+    return {key: value for key, value in section.items() if key in KEPT_KEYS and key not in named}
 
 
 def with_preset(section: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -47,10 +47,12 @@ class Finding(NamedTuple):
 
 
 class Alarms:
-    """Fed with every step's record."""
+    """Fed with every step's record. `harder` says that what is asked becomes harder as the policy becomes better
+    (async_rl.buffer_config.keeps_history): a lower reward is then only a warning."""
 
-    def __init__(self, config: AlarmConfig, remedies: Remedies) -> None:
+    def __init__(self, config: AlarmConfig, remedies: Remedies, *, harder: bool = False) -> None:
         self._config = config
+        self._harder = harder
         self._remedies = remedies
         self._severe: dict[str, list[float]] = {}
         self._quiet: dict[str, int] = {}
@@ -75,6 +77,13 @@ class Alarms:
             self._norms.append(norm)
         alarms = [alarm for name, found in findings.items() if (alarm := self._judge(name, found, record))]
         return sorted([*_not_finite(record, self._remedies), *alarms], key=lambda alarm: alarm.level != "stop")
+
+    def resume(self) -> None:
+        """What was observed so far was of another life of the run: it says what is usual, but no step of it counts
+        towards a stop. Else the steps that ended that life would end this one at its first."""
+        self._severe.clear()
+        self._quiet.clear()
+        self._recent.clear()
 
     # --- the rules ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +122,7 @@ class Alarms:
         it does not matter where the scale of a task's rewards begins. The fall must also be beyond the noise, which
         is taken from the changes from step to step: those that learning makes are small beside it."""
         share = self._config.reward_drop
-        if not share or len(self._rewards) < ENOUGH:
+        if not share or len(self._rewards) < ENOUGH or len(self._recent) < WINDOW:
             return None
         now = _mean(self._recent)
         changes = [after - before for before, after in itertools.pairwise(self._rewards)]
@@ -122,7 +131,8 @@ class Alarms:
         bound = self._best - max(share * (self._best - self._lowest), NOISE * noise)
         if now >= bound:
             return None
-        return Finding(now, f"below {bound:.3g}, having been at {self._best:.3g}", True)
+        aside = ", while the tasks that are asked are chosen by their past rewards" if self._harder else ""
+        return Finding(now, f"below {bound:.3g}, having been at {self._best:.3g}{aside}", not self._harder)
 
     # --- from findings to alarms -------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from async_rl.buffer_config import keeps_history
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.run.metrics import Record, read_metrics, steps_of
@@ -24,12 +25,13 @@ class Watch:
 
     def __init__(self, config: Config, checkpoints: Path, metrics: Path) -> None:
         self._remedies = remedies_of(config)
-        self._alarms = Alarms(config.algorithm.alarms, self._remedies)
+        self._alarms = Alarms(config.algorithm.alarms, self._remedies, harder=keeps_history(config.buffer))
         self._stops = config.algorithm.alarms.action == "stop"
         self._checkpoints = checkpoints
         self._lasting: set[str] = set()  # rules whose alarm has been said, and still holds
         for record in steps_of(read_metrics(metrics)) if metrics.is_file() else []:
             self._alarms.observe(record)
+        self._alarms.resume()
 
     def heed(self, record: Record) -> None:
         """One more step. Raises RunAlarm when it was one too many, unless alarms only warn."""
@@ -51,7 +53,10 @@ class Watch:
         found = find_latest(self._checkpoints)
         if found is None:
             return "There is no checkpoint yet: start again with other settings"
-        return f"The last checkpoint is of version {found.version}: --resume goes on from it, with other settings"
+        return (
+            f"The last checkpoint is of version {found.version}: --resume goes on from it with another "
+            "trainer.learning_rate or trainer.max_grad_norm; the other remedies need a new run"
+        )
 
 
 def remedies_of(config: Config) -> Remedies:

@@ -124,12 +124,14 @@ def test_a_preset_on_the_command_line_takes_the_place_of_the_files_correction(tm
         "age_decay": 1.0,
         "advantage": "rloo",
         "aggregation": "sequence_mean",
+        "alarms": {"steps": 5},
     }
     file.write_text(tomli_w.dumps(LEAST | {"algorithm": own}))
     algorithm = load_config(str(file), ["algorithm.preset=dapo", "algorithm.ratio_low=0.7"]).algorithm
     assert (algorithm.ratio_level, algorithm.ratio_low, algorithm.ratio_high) == ("token", 0.7, 1.28)
     assert (algorithm.surrogate, algorithm.age_decay, algorithm.aggregation) == ("ppo", 0.0, "token_mean")
     assert algorithm.advantage == "rloo"  # which dapo leaves open
+    assert algorithm.alarms.steps == 5
     with pytest.raises(ConfigError, match="no such preset; did you mean 'dapo'"):
         load_config(str(file), ["algorithm.preset=dap"])
 
