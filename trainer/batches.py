@@ -38,13 +38,15 @@ from trainer.backend import Backend, Sample
 
 log = logging.getLogger("learner")
 
+WAS_SAMPLED = (MaskReason.SAMPLED, MaskReason.STALE, MaskReason.TRUNCATED)
+
 
 class TrainingBatch(NamedTuple):
     """What one optimiser step learns from. `ages` are int32 staleness values of all trained tokens; `rewards` float64
     of the attempts that train as they were earned, `shaped` what the advantages were computed from; `truncated` of
     these attempts were cut for their length; `nodes` says how many of them each node sampled; `dispositions` cover
     every attempt, and so do `groups` and `trajectories`, as they were lent for `for_version`. `reference_kl` is the
-    mean k3 of μ against the reference policy over trained tokens, where the reward pays for it."""
+    mean k3 of μ against the reference policy over sampled tokens, where the reward pays for it."""
 
     samples: list[Sample]
     dispositions: tuple[Disposition, ...]
@@ -114,20 +116,28 @@ def with_reference_kl(batch: TrainingBatch, backend: Backend, credit: CreditConf
     """`penalised`, where the config asks for that: it costs a forward pass of the reference policy."""
     if credit.reference_kl == "none" or credit.reference_kl_place != "reward":
         return batch
-    return penalised(batch, backend.reference(batch.samples), credit)
+    whole = [sample._replace(mask=np.where(_was_sampled(sample), 0, sample.mask)) for sample in batch.samples]
+    return penalised(batch, backend.reference(whole), credit)
+
+
+def _was_sampled(sample: Sample) -> npt.NDArray[np.bool_]:
+    """bool [n]: tokens of the model's own, those included that do not train for their age or their answer's length."""
+    return np.isin(sample.mask, WAS_SAMPLED)
 
 
 def penalised(
     batch: TrainingBatch, reference: Sequence[npt.NDArray[np.float32]], credit: CreditConfig
 ) -> TrainingBatch:
     """The batch with `reference_kl_weight` times each attempt's distance to the reference policy taken from its reward,
-    and advantages computed anew. `reference` are log π_ref of each sample's tokens, float32[n] each."""
+    and advantages computed anew. The distance is that of all tokens that were sampled, trained or not: the reward is
+    the whole answer's, and others are compared with it. `reference` are log π_ref of each sample's tokens, float32[n]
+    each."""
     if not batch.samples:
         return batch
-    trains = [sample.mask == MaskReason.SAMPLED for sample in batch.samples]
-    attempt = np.repeat([sample.attempt for sample in batch.samples], [int(mask.sum()) for mask in trains])
-    behaviour = np.concatenate([sample.behaviour[mask] for sample, mask in zip(batch.samples, trains, strict=True)])
-    of_reference = np.concatenate([each[mask] for each, mask in zip(reference, trains, strict=True)])
+    counts = [_was_sampled(sample) for sample in batch.samples]
+    attempt = np.repeat([sample.attempt for sample in batch.samples], [int(which.sum()) for which in counts])
+    behaviour = np.concatenate([sample.behaviour[which] for sample, which in zip(batch.samples, counts, strict=True)])
+    of_reference = np.concatenate([each[which] for each, which in zip(reference, counts, strict=True)])
     gap = torch.from_numpy(of_reference.astype(np.float64) - behaviour)
     penalty = attempt_penalties(gap, torch.from_numpy(attempt), len(batch.rewards))
     shaped = batch.shaped - credit.reference_kl_weight * penalty.numpy()

@@ -263,6 +263,28 @@ def test_the_distance_to_the_reference_is_taken_from_the_reward_of_each_attempt(
     assert after.reference_kl == pytest.approx((np.exp(gaps) - 1 - gaps).mean())
 
 
+def test_a_token_that_does_not_train_counts_in_the_distance_of_its_answer(tmp_path: Path) -> None:
+    """Cut, or with an old beginning: what it is compared with must have paid for the same."""
+    make_model(tmp_path)
+    backend = make_backend(tmp_path, AlgorithmConfig(), "float32")
+    credit = CreditConfig(advantage="dr_grpo", reference_kl="k1", reference_kl_place="reward", reference_kl_weight=0.5)
+    answers = [
+        trajectory(1, 0, 1.0, segment((9, 3), finish="length")),
+        trajectory(1, 1, 1.0, segment((FOR_VERSION - K - 1, 2), (9, 2))),
+        trajectory(1, 2, 0.0),
+    ]
+    masked = prepared(lend(answers), advantage="dr_grpo", truncated="mask", on_stale="mask")
+    reasons = {reason for sample in masked.samples for reason in sample.mask.tolist()}
+    assert reasons >= {int(MaskReason.TRUNCATED), int(MaskReason.STALE)}
+    after = with_reference_kl(masked, backend, credit)
+    after_prompt = [(np.arange(len(sample.tokens)) < 2).astype(np.uint8) for sample in masked.samples]
+    unmasked = [sample._replace(mask=mask) for sample, mask in zip(masked.samples, after_prompt, strict=True)]
+    plain = backend.reference(unmasked)
+    penalty = [(sample.behaviour[2:] - each[2:]).sum() for sample, each in zip(masked.samples, plain, strict=True)]
+    assert after.shaped == pytest.approx(masked.rewards - 0.5 * np.array(penalty), rel=1e-5)
+    assert [sample.mask.tolist() for sample in after.samples] == [sample.mask.tolist() for sample in masked.samples]
+
+
 def test_a_batch_of_nothing_has_no_distance() -> None:
     batch = prepared(lend([trajectory(1, 0, 1.0, segment((0, 3)))]))
     assert penalised(batch, [], CreditConfig()) == batch
