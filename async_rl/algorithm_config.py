@@ -48,9 +48,10 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     proximal: Literal["recomputed", "log_linear"] = "recomputed"
     """With decoupled_ppo, where π_prox comes from: a pass before the batch's first step, or between μ and π by the
     token's age."""
-    clip_low: NonNegative = 0.8
-    clip_high: PositiveFloat = 1.2
-    """With decoupled_ppo: the bounds of π/π_prox, as ratio_low and ratio_high are those of π_prox/μ."""
+    clip_low: NonNegative = 0.0
+    clip_high: NonNegative = 0.0
+    """With decoupled_ppo, which needs them: the bounds of π/π_prox, as ratio_low and ratio_high are those of π_prox/μ.
+    0.8 and 1.2 are usual."""
     gate: Literal["none", "binary_kl", "tv", "k2", "k3"] = "none"
     """A divergence of π from μ; what is beyond gate_bound does not train."""
     gate_level: Literal["token", "sequence"] = "token"
@@ -138,8 +139,16 @@ def _check_surrogate(algorithm: AlgorithmConfig) -> None:
             f'[algorithm] {unused[0]} has a meaning with surrogate = "decoupled_ppo" alone, not with "{surrogate}": '
             "remove it (the bounds of π/μ are ratio_low and ratio_high)"
         )
-    if algorithm.clip_low > 1 or algorithm.clip_high < 1:
-        raise ConfigError("[algorithm] 1, where each step begins, must lie between clip_low and clip_high")
+    if surrogate == "decoupled_ppo" and not algorithm.clip_low <= 1 <= algorithm.clip_high:
+        raise ConfigError(
+            f"[algorithm] 1, where each step begins, must lie between clip_low = {algorithm.clip_low:g} and "
+            f'clip_high = {algorithm.clip_high:g}: surrogate = "decoupled_ppo" needs both, and 0.8 and 1.2 are usual'
+        )
+    if surrogate == "ppo" and not algorithm.ratio_low <= 1 <= algorithm.ratio_high:
+        raise ConfigError(
+            f'[algorithm] surrogate = "ppo" clips around 1, the ratio of fresh data: 1 must lie between ratio_low = '
+            f"{algorithm.ratio_low:g} and ratio_high = {algorithm.ratio_high:g}"
+        )
 
 
 def _check_gate(algorithm: AlgorithmConfig) -> None:

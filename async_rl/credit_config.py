@@ -60,6 +60,10 @@ def check_credit(credit: CreditConfig, *, group_size: int, max_new_tokens: int) 
             f"[algorithm] overlong_buffer = {credit.overlong_buffer} is more than [inference] max_new_tokens = "
             f"{max_new_tokens}: even an empty answer would be too long"
         )
+    if credit.overlong_penalty != CreditConfig().overlong_penalty and not credit.overlong_buffer:
+        raise ConfigError(
+            "[algorithm] overlong_penalty has no meaning with overlong_buffer = 0: set that above 0, or remove this one"
+        )
     in_reward = credit.reference_kl != "none" and credit.reference_kl_place == "reward"
     if advantage == "maxrl" and (credit.overlong_buffer or in_reward):
         cause = "overlong_buffer" if credit.overlong_buffer else 'reference_kl_place = "reward"'
@@ -78,9 +82,11 @@ def check_credit(credit: CreditConfig, *, group_size: int, max_new_tokens: int) 
 def _check_reference(credit: CreditConfig) -> None:
     form, in_reward = credit.reference_kl, credit.reference_kl_place == "reward"
     if form == "none":
-        if in_reward or credit.reference_kl_ratio:
-            key = 'reference_kl_place = "reward"' if in_reward else "reference_kl_ratio = true"
-            raise ConfigError(f"[algorithm] {key} has no meaning without reference_kl: set it, or remove this one")
+        default = CreditConfig()
+        keys = ("reference_kl_place", "reference_kl_ratio", "reference_kl_weight")
+        if changed := [key for key in keys if getattr(credit, key) != getattr(default, key)]:
+            key = changed[0]
+            raise ConfigError(f"[algorithm] {key} has no meaning without reference_kl: set that, or remove this one")
         return
     if in_reward and (form != "k1" or credit.reference_kl_ratio):
         what = f'reference_kl = "{form}"' if form != "k1" else "reference_kl_ratio = true"

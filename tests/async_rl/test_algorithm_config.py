@@ -23,6 +23,7 @@ def made(**changes: Any) -> Config:
     return config_from_table(LEAST | changes, "test.toml")
 
 
+CLIP = {"clip_low": 0.8, "clip_high": 1.2}
 TV = {"gate": "tv", "gate_bound": 0.1}
 BROKEN = {
     "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
@@ -35,13 +36,18 @@ BROKEN = {
     'surrogate = "topr" weights failures': {"algorithm": {"surrogate": "topr", "treatment": "uncorrected"}},
     "dual_clip = 1 limits a clipped ratio": {"algorithm": PPO | {"dual_clip": 1.0}},
     "dual_clip = 3 limits a clipped ratio": {"algorithm": {"dual_clip": 3.0}},
-    'clip_low has a meaning with surrogate = "decoupled_ppo" alone': {"algorithm": {"clip_low": 0.7}},
-    'clip_high has a meaning with surrogate = "decoupled_ppo" alone': {"algorithm": PPO | {"clip_high": 1.3}},
-    "must lie between clip_low and clip_high": {
-        "algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.1},
+    'clip_low has a meaning with surrogate = "decoupled_ppo" alone': {"algorithm": {"clip_low": 0.8}},
+    'clip_high has a meaning with surrogate = "decoupled_ppo" alone': {"algorithm": PPO | {"clip_high": 1.2}},
+    "must lie between clip_low = 1.1 and clip_high = 1.2": {
+        "algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.1, "clip_high": 1.2},
         "trainer": {"updates_per_batch": 2},
     },
-    "with one of them there is nothing to clip": {"algorithm": {"surrogate": "decoupled_ppo"}},
+    "must lie between clip_low = 0 and clip_high = 0": {
+        "algorithm": {"surrogate": "decoupled_ppo"},
+        "trainer": {"updates_per_batch": 2},
+    },
+    "1 must lie between ratio_low = 1.1 and ratio_high = 2": {"algorithm": PPO | {"ratio_low": 1.1}},
+    "with one of them there is nothing to clip": {"algorithm": {"surrogate": "decoupled_ppo"} | CLIP},
     'gate_bound has no meaning with gate = "none"': {"algorithm": {"gate_bound": 0.1}},
     'gate_side has no meaning with gate = "none"': {"algorithm": {"gate_side": "away"}},
     "age_decay_of has no meaning with age_decay = 0": {"algorithm": {"age_decay_of": "failures"}},
@@ -54,7 +60,7 @@ WHOLE = [
     {"algorithm": PPO},
     {"algorithm": {"loss": "a.b:c", "treatment": "uncorrected"}},
     {"algorithm": PPO | {"dual_clip": 1.01, "ratio_high": 1.0, "age_power": -0.5}},
-    {"algorithm": {"surrogate": "decoupled_ppo", "proximal": "log_linear"}},
+    {"algorithm": {"surrogate": "decoupled_ppo", "proximal": "log_linear"} | CLIP},
     {"algorithm": {"surrogate": "topr", "treatment": "mask"}},
     {
         "algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.0, "clip_high": 1.0, "treatment": "uncorrected"},

@@ -23,7 +23,8 @@ BROKEN: dict[str, dict[str, Any]] = {
     "even an empty answer would be too long": {"overlong_buffer": 21},
     "may make rewards negative": {"advantage": "maxrl", "overlong_buffer": 4},
     "aggregation_length has no meaning": {"aggregation_length": 100},
-    "has no meaning without reference_kl": {"reference_kl_ratio": True},
+    "overlong_penalty has no meaning with overlong_buffer = 0": {"overlong_penalty": 2.0},
+    "reference_kl_ratio has no meaning without reference_kl": {"reference_kl_ratio": True},
     "is not the gradient of the divergence": {"reference_kl": "k3", "reference_kl_place": "reward"},
     "only adds noise: set reference_kl_ratio = true": {"reference_kl": "k1"},
 }
@@ -37,6 +38,14 @@ def test_a_combination_that_makes_no_sense_is_refused_with_the_remedy(says: str)
 
 def test_every_rule_has_its_example_here() -> None:
     assert inspect.getsource(credit_config).count("raise ConfigError") == len(BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("reference_kl_weight", 0.5), ("reference_kl_weight", 0), ("reference_kl_place", "reward")]
+)
+def test_without_a_reference_nothing_about_one_is_accepted(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{key} has no meaning without reference_kl"):
+        made(**{key: value})
 
 
 @pytest.mark.parametrize("advantage", sorted(NEED_GROUPS))

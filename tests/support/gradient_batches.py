@@ -29,7 +29,13 @@ DTYPES = ("float64", "float32")
 SURROGATES = {
     "policy_gradient": {"ratio_level": "sequence", "treatment": "truncate", "ratio_high": 1.02},
     "ppo": {"ratio_level": "token", "treatment": "clip", "ratio_low": 0.98, "ratio_high": 1.02, "surrogate": "ppo"},
-    "decoupled_ppo": {"surrogate": "decoupled_ppo", "ratio_level": "geometric", "ratio_high": 1.01},
+    "decoupled_ppo": {
+        "surrogate": "decoupled_ppo",
+        "ratio_level": "geometric",
+        "ratio_high": 1.01,
+        "clip_low": 0.8,
+        "clip_high": 1.2,
+    },
     "gated": {"treatment": "mask", "ratio_level": "token", "ratio_low": 0.97, "ratio_high": 1.03, "veto": 0.93},
     "reference_kl": {"reference_kl": "k3", "reference_kl_ratio": True, "reference_kl_weight": 0.5},
 }

@@ -17,7 +17,7 @@ ALGORITHMS = [
         {"treatment": "truncate"},
         PPO,
         {"treatment": "mask", "ratio_low": 0.1, "age_power": -0.5, "age_decay": 0.5},
-        {"surrogate": "decoupled_ppo", "proximal": "log_linear"},
+        {"surrogate": "decoupled_ppo", "proximal": "log_linear", "clip_low": 0.8, "clip_high": 1.2},
         WHOLE_ATTEMPTS,
     )
     for aggregation in ("token_mean", "sequence_mean")

@@ -182,7 +182,9 @@ ALGORITHMS = [
     AlgorithmConfig(ratio_level="sequence", aggregation="token_mean"),
     AlgorithmConfig(ratio_level="segment", treatment="mask", ratio_low=0.9, age_power=0.5, age_decay=0.5),
     AlgorithmConfig(ratio_level="geometric", gate="k2", gate_level="sequence", gate_bound=1e-3, negative_mask=0.01),
-    AlgorithmConfig(surrogate="decoupled_ppo", proximal="log_linear", ratio_level="token", veto=0.97),
+    AlgorithmConfig(
+        surrogate="decoupled_ppo", proximal="log_linear", clip_low=0.8, clip_high=1.2, ratio_level="token", veto=0.97
+    ),
     PPO,
 ]
 
