@@ -13,7 +13,8 @@ class Credit:
 
     A ticket holds a reservation of `group_bytes` from its first lease until its group is ready; then its real size
     counts until it is drawn. A ticket that is leased again (node lost, sample failed, zero variance) has kept its
-    reservation and asks for none. Lent payloads do not count: at most one batch beside the capacity is in memory.
+    reservation and asks for none; one that was ready and has become too old asks anew, and till then what is left of
+    it counts at its size. Lent payloads do not count: at most one batch beside the capacity is in memory.
     With reuse (buffer.reuse) a group counts as `kept` from its first draw until it can be used no more.
 
     The exemption: the lowest open ticket is admitted without credit while fewer than F ready groups may be drawn.
@@ -21,7 +22,10 @@ class Credit:
     that needs the exemption has fewer than F eligible groups below it and everything above it was admitted with
     credit, so with a capacity of at least one batch, and with reuse the pool beside it (which the configuration
     demands), reserved + ready + kept stay within capacity as long as no payload is larger than promised; with less
-    capacity they stay within that."""
+    capacity they stay within that. What `fresh`, and on_stale other than wait, drop when it was ready opens a
+    low ticket again after higher ones had their credit. Of the exempt tickets that are still being sampled each is
+    lower than those before it and was ready when the first was admitted: F of them at most, beside fewer than F ready
+    ones. So there the sum may pass capacity by what is reserved for fewer than 2 F groups."""
 
     def __init__(self, capacity_bytes: int, group_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -45,17 +49,18 @@ class Credit:
         self.reserved_bytes = self.reserved_bytes // self.group_bytes * group_bytes
         self.capacity_bytes, self.group_bytes = capacity_bytes, group_bytes
 
-    def reserve(self) -> None:
+    def reserve(self, in_place_of: int = 0) -> None:
+        """For a group that is leased, of which so many bytes counted as they are."""
+        self.ready_bytes -= in_place_of
         self.reserved_bytes += self.group_bytes
 
     def became_ready(self, payload_bytes: int) -> None:
         self.reserved_bytes -= self.group_bytes
         self.ready_bytes += payload_bytes
 
-    def no_longer_ready(self, payload_bytes: int) -> None:
-        """A ready group lost a member and is sampled again: back to a reservation."""
+    def dropped(self, payload_bytes: int) -> None:
+        """A group without a reservation lost so much to its age."""
         self.ready_bytes -= payload_bytes
-        self.reserved_bytes += self.group_bytes
 
     def drawn(self, payload_bytes: int, keep: bool) -> None:
         self.ready_bytes -= payload_bytes

@@ -65,7 +65,7 @@ class Group:
         self.failed: tuple[int, ...] = ()  # given up, unless on_short_group is retry
         self.retries: Mapping[int, int] = NO_RETRIES
         self.mishaps: Mapping[int, int] = NO_RETRIES  # as retries, but with the same seed
-        self.payload_bytes = 0  # once it is ready
+        self.payload_bytes = 0  # once it is ready, and of what the sweep leaves of it
         self.ready = False
 
     @property
@@ -142,8 +142,8 @@ class Groups:
             self._renew(group, "retired")
             self.queue.take()  # and the queue has it again
         if not group.reserved:
-            self.credit.reserve()
-            group.reserved = True
+            self.credit.reserve(in_place_of=group.payload_bytes)
+            group.reserved, group.payload_bytes = True, 0
         return group
 
     def lease(self, group: Group, record: LeaseRecord) -> tuple[int, ...]:
@@ -225,8 +225,9 @@ class Groups:
         return self.instances.choose(ticket, try_)
 
     def _renew(self, group: Group, why: Renewal) -> None:
-        """Drop all attempts; the ticket starts again with another instance. Its reservation stays."""
+        """Drop all attempts; the ticket starts again with another instance. A reservation stays."""
         self._move_held([group], "ready", f"dropped.{why}")
+        self.credit.dropped(group.payload_bytes)  # of one that became too old in part
         try_ = group.try_ + 1
         self._check_tries(group, try_, why)
         group.begin(try_, self._choose(group.ticket, try_), self._rules.group_size)
@@ -322,9 +323,11 @@ class Groups:
             self.enter_age(group.ticket, min(held.oldest for sample, held in good.items() if sample not in stale))
         if not stale:
             return False
-        if group.ready:
-            self.credit.no_longer_ready(group.payload_bytes)
-            group.ready, group.reserved = False, True
+        if not group.reserved:  # it is ready, or was and is not leased again yet
+            dropped_bytes = sum([good[sample].nbytes for sample in stale])
+            self.credit.dropped(dropped_bytes)
+            group.payload_bytes -= dropped_bytes
+            group.ready = False
         for record in group.leases:
             dropped = [held.sample for held in record.held if held.sample in stale]
             if dropped:

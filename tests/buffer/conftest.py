@@ -81,7 +81,9 @@ def audit(replay: Replay) -> None:
             assert replay.groups.queue.is_open(group.ticket) == bool(group.missing)
         ready = [group for group in groups.values() if group.ready and group.ticket not in lent]
         assert replay.ready_groups == len(ready)
-        assert replay.ready_bytes == sum(len(held.payload) for group in ready for held in group.good.values())
+        counted = [group for group in groups.values() if not group.reserved and group.ticket not in lent]
+        assert {group.ticket for group in ready} <= {group.ticket for group in counted}
+        assert replay.ready_bytes == sum(len(held.payload) for group in counted for held in group.good.values())
         unsettled = [ticket for ticket, group in groups.items() if not group.ready]
         oldest = min(unsettled, default=replay.groups.queue.next_ticket)
         assert replay.groups.order.oldest_unsettled() == oldest

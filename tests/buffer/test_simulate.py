@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer.rules import Rules
+from buffer.rules import ENDLESS, Rules
 from buffer.scenario import Constant, Lognormal, Scenario, Speed, TrainerSpeed, Values
 from buffer.simulate import SimulationResult, simulate
 
@@ -76,7 +76,8 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
     # Newest first is another matter: what it leaves behind is the sweep's.
     assert result.ledger["dropped.stale"] == 0 or rules.newest_first
     least = rules.fresh_groups * (1 + (rules.max_staleness if rules.reuse > 1 else 0))
-    assert result.max_buffered_bytes <= max(rules.capacity_bytes, least * rules.group_bytes)
+    beside = (2 * rules.fresh_groups - 1) * rules.newest_first  # buffer.capacity
+    assert result.max_buffered_bytes <= max(rules.capacity_bytes, least * rules.group_bytes) + beside * GROUP_BYTES
     for ledger, end in ((result.ledger, "trained"), (result.eval_ledger, "evaluated")):
         dropped = sum(count for place, count in ledger.items() if place.startswith("dropped."))
         assert ledger["issued"] == ledger[end] + dropped
@@ -105,6 +106,20 @@ def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools,
     must_hold(rules, result)
     assert result.ledger["trained"] == rules.steps * rules.fresh_groups * rules.group_size
     assert result.ledger["issued"] == result.ledger["trained"] + result.ledger["dropped.stale"]
+
+
+@settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(worlds(), st.sampled_from([{"newest_first": True}, {"window": ENDLESS, "on_stale": "drop"}]), st.integers(1, 3))
+def test_short_answers_that_grow_old_in_a_small_buffer_neither_overflow_it_nor_stop_the_run(tools, world, order, room):
+    """A ready group takes a fiftieth of its reservation, so many are ready, and much becomes too old at once."""
+    changes, scenario = world
+    groups, per_group = changes["groups_per_step"], 10 * GROUP_BYTES
+    changes |= {"window": 1, "newest_first": False, "reuse": 1, "max_staleness": 16, "lead": 16, "steps": 40} | order
+    rules = tools.rules(**changes | {"capacity_bytes": room * groups * per_group, "group_bytes": per_group})
+    result = simulate(rules, scenario, lambda replay, now: tools.audit(replay))
+    assert (result.error, result.steps) == ("", 40)
+    assert result.max_staleness <= 16
+    assert result.max_buffered_bytes <= rules.capacity_bytes + (2 * groups - 1) * per_group
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
