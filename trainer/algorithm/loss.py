@@ -14,12 +14,13 @@ from trainer.algorithm.aggregation import AGGREGATIONS, denominators, over_ranks
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.keep import factor
 from trainer.algorithm.ratios import bounds, importance_ratio, importance_weight
-from trainer.algorithm.surrogates import decoupled_ppo, log_linear_proximal, policy_gradient, ppo, topr
-from trainer.algorithm.tokens import TokenData
+from trainer.algorithm.surrogates import decoupled_ppo, log_linear_proximal, policy_gradient, ppo, tapered
+from trainer.algorithm.tokens import TokenData, floored
 
 
 def token_losses(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """Loss of each token [n] before aggregation, differentiable in `current` (log π_θ, [n])."""
+    """Loss of each token [n] before aggregation, differentiable in `current` (log π_θ, [n]), which may be -inf."""
+    current = floored(current)
     if algorithm.loss:
         return load_loss(algorithm.loss)(current, data)
     kept = factor(current, data, algorithm).to(current.dtype)
@@ -30,15 +31,26 @@ def _surrogate(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfi
     if algorithm.surrogate == "ppo":
         ratio = importance_ratio(current, data, algorithm.ratio_level)
         return ppo(ratio, data.advantage, *bounds(data, algorithm, ratio.dtype), algorithm.dual_clip)
+    weight = surrogate_weight(current, data, algorithm)
     if algorithm.surrogate == "decoupled_ppo":
-        proximal = current.detach() if data.proximal is None else data.proximal
-        if algorithm.proximal == "log_linear":
-            proximal = log_linear_proximal(current, data.behaviour, data.age)
-        weight = importance_weight(proximal, data, algorithm)
+        proximal = _proximal(current, data, algorithm)
         clip = torch.full_like(current, algorithm.clip_low), torch.full_like(current, algorithm.clip_high)
         return decoupled_ppo(current, proximal, data.advantage, weight, clip, algorithm.dual_clip)
-    surrogate = topr if algorithm.surrogate == "topr" else policy_gradient
-    return surrogate(current, data.advantage, importance_weight(current, data, algorithm))
+    return policy_gradient(current, data.advantage, weight)
+
+
+def surrogate_weight(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """What the surrogate weights each token with, a constant [n]; with "ppo", which has its ratio instead, that ratio
+    between its bounds."""
+    policy = _proximal(current, data, algorithm) if algorithm.surrogate == "decoupled_ppo" else current
+    weight = importance_weight(policy, data, algorithm)
+    return tapered(weight, data.advantage) if algorithm.surrogate == "topr" else weight
+
+
+def _proximal(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
+    if algorithm.proximal == "log_linear":
+        return log_linear_proximal(current, data.behaviour, data.age)
+    return current.detach() if data.proximal is None else data.proximal
 
 
 def batch_coefficients(attempt: torch.Tensor, group: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:

@@ -7,8 +7,9 @@ import math
 import torch
 
 from async_rl.algorithm_config import AlgorithmConfig
-from trainer.algorithm.keep import k3, passes_gate, passes_negative_mask, passes_veto
-from trainer.algorithm.ratios import TREATMENTS, bounds, importance_ratio
+from trainer.algorithm.keep import factor, k3, passes_gate, passes_negative_mask, passes_veto
+from trainer.algorithm.loss import surrogate_weight
+from trainer.algorithm.ratios import bounds, importance_ratio
 from trainer.algorithm.segments import segment_max, segment_sizes
 from trainer.algorithm.tokens import TokenData
 
@@ -29,7 +30,9 @@ def ratio_metrics(proximal: torch.Tensor, data: TokenData, algorithm: AlgorithmC
     clipped_low, _high         tokens whose ratio is below, above its bound; under "uncorrected" what these would clip
     gated, vetoed, negative_masked    tokens that the gate, the veto, the mask of failures stop, each by itself
     kept_fraction              tokens whose ratio is inside its bounds and that nothing stops
-    ess                        effective sample size (Σw)²/(n·Σw²) of the treated weights, 0 where nothing trains
+    ess                        effective sample size (Σw)²/(n·Σw²) of the weights of the loss, those by age included
+                               (with "ppo" of its ratios between their bounds), 0 where nothing trains; a loss of one's
+                               own has none
     ess_token, ess_sequence    the same of the ratios themselves: tokens', and whole attempts' over attempts
     k3                         e^Δ - 1 - Δ with Δ = log π_prox - log μ (clamped to ±20): estimates KL(μ ‖ π_prox)
     mismatch_mean, _max        |Δ|; mismatch_large: tokens with |Δ| > ln 2
@@ -37,7 +40,7 @@ def ratio_metrics(proximal: torch.Tensor, data: TokenData, algorithm: AlgorithmC
     tokens                     trained tokens
     age_k3/A, age_kept/A       k3 and kept_fraction over the tokens of age A, for each age there is"""
     if not proximal.numel():
-        return dict(PERFECT)
+        return {name: value for name, value in PERFECT.items() if not (algorithm.loss and name == "ess")}
     proximal = proximal.double()
     data = data._replace(behaviour=data.behaviour.double())
     ratio = importance_ratio(proximal, data, algorithm.ratio_level)
@@ -57,7 +60,6 @@ def ratio_metrics(proximal: torch.Tensor, data: TokenData, algorithm: AlgorithmC
         "vetoed": _share(~veto),
         "negative_masked": _share(~negative),
         "kept_fraction": _share(kept),
-        "ess": effective_share(TREATMENTS[algorithm.treatment](ratio, low, high) * (gate & veto & negative)),
         "ess_token": effective_share(importance_ratio(proximal, data, "token")),
         "ess_sequence": effective_share(_of_attempts(importance_ratio(proximal, data, "sequence"), data.attempt)),
         "k3": divergence.mean(),
@@ -66,6 +68,9 @@ def ratio_metrics(proximal: torch.Tensor, data: TokenData, algorithm: AlgorithmC
         "mismatch_large": _share(gap.abs() > LARGE_GAP),
         "entropy_proxy": -proximal.mean(),
     }
+    if not algorithm.loss:
+        weight = factor(proximal, data, algorithm) * surrogate_weight(proximal, data, algorithm)
+        values["ess"] = effective_share(weight)
     by_age = _by_age("age_k3", divergence, data.age) | _by_age("age_kept", kept.double(), data.age)
     return {name: float(value) for name, value in values.items()} | {"tokens": float(ratio.numel())} | by_age
 

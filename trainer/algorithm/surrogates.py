@@ -17,11 +17,11 @@ def policy_gradient(current: torch.Tensor, advantage: torch.Tensor, weight: torc
     return -weight.detach() * advantage * current
 
 
-def topr(current: torch.Tensor, advantage: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """policy_gradient with the weight on failures only: what went well is learned from however old it is, as in
-    supervised learning; what went badly no more than the policy still does it (tapered off-policy REINFORCE, arXiv
-    2503.14286, there with w = min(π/μ, 1) of the whole answer)."""
-    return policy_gradient(current, advantage, torch.where(advantage > 0, torch.ones_like(weight), weight))
+def tapered(weight: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """TOPR's weight [n] for policy_gradient, that of failures only: what went well is learned from however old it is,
+    as in supervised learning; what went badly no more than the policy still does it (tapered off-policy REINFORCE,
+    arXiv 2503.14286, there with w = min(π/μ, 1) of the whole answer)."""
+    return torch.where(advantage > 0, torch.ones_like(weight), weight)
 
 
 def ppo(

@@ -6,6 +6,15 @@ from typing import NamedTuple
 
 import torch
 
+LOWEST_LOGPROB = -1e4
+"""Nats. Far below what any token has that can be told from impossible, and finite: 0 times it is 0."""
+
+
+def floored(logprob: torch.Tensor) -> torch.Tensor:
+    """The trainer's log-probabilities [n], at least LOWEST_LOGPROB, with no gradient below: -inf would make a loss NaN
+    even where its token does not train. NaN stays."""
+    return logprob.clamp(min=LOWEST_LOGPROB)
+
 
 class TokenData(NamedTuple):
     """Trained tokens, flat: behaviour log-probability [n] and advantage [n] (floating), attempt int64 [n] and age int64

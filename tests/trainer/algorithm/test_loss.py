@@ -85,6 +85,20 @@ def test_hostile_tokens_are_finite_in_float32(parts: dict[str, Any], name: str) 
     assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("parts", PARTS, ids=label)
+def test_a_token_that_the_trainer_holds_to_be_impossible_has_no_gradient_and_spoils_no_other(
+    parts: dict[str, Any], dtype: torch.dtype
+) -> None:
+    current, data = tensors_of("ordinary", dtype)
+    current[[0, 5]] = -math.inf
+    losses = token_losses(current.requires_grad_(), data, made(parts))
+    (gradient,) = torch.autograd.grad(losses.sum(), current)
+    assert torch.isfinite(losses).all()
+    assert torch.isfinite(gradient).all()
+    assert gradient[[0, 5]].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("parts", PARTS, ids=label)
 def test_a_log_probability_that_is_no_number_is_not_hidden(parts: dict[str, Any]) -> None:
     """The step that it belongs to must fail (trainer.torch_backend); no gate may turn it into a quiet zero."""

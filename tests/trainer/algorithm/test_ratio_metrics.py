@@ -21,12 +21,28 @@ PARTS: list[dict[str, Any]] = [
     {"ratio_level": "token", "surrogate": "ppo", "treatment": "clip", "ratio_low": 0.8, "ratio_high": 1.28},
     {"ratio_level": "token", "treatment": "mask", "ratio_low": 0.5, "ratio_high": 1.5, "age_power": -0.5,
      "gate": "tv", "gate_bound": 0.1, "gate_side": "away", "veto": 0.5, "negative_mask": 0.05},
+    {"surrogate": "topr", "ratio_high": 1.0},
+    {"surrogate": "decoupled_ppo", "proximal": "log_linear", "ratio_level": "token", "ratio_high": 1.3,
+     "clip_low": 0.8, "clip_high": 1.2},
+    {"ratio_level": "token", "ratio_high": 1.5, "age_decay": 1.0},
+    {"surrogate": "topr", "ratio_high": 1.0, "age_decay": 0.5, "age_decay_of": "failures"},
 ]  # fmt: skip
 
 
 def kish(weights: list[float]) -> float:
     square = math.fsum(w * w for w in weights)
     return math.fsum(weights) ** 2 / (len(weights) * square) if square else 0.0
+
+
+def weight(t: int, values: list[float], tokens: oracle.Tokens, algorithm: AlgorithmConfig) -> float:
+    """What the gradient of token t's loss is a multiple of, besides its advantage."""
+    policy = values
+    if algorithm.surrogate == "decoupled_ppo":
+        policy = [q + age / (1 + age) * (p - q)
+                  for p, q, age in zip(values, tokens.behaviour, tokens.age, strict=True)]  # fmt: skip
+    whole = algorithm.surrogate == "topr" and tokens.advantage[t] > 0
+    corrected = 1.0 if whole else oracle.weight(t, policy, tokens, algorithm)
+    return oracle.factor(t, values, tokens, algorithm) * corrected
 
 
 def expected(values: list[float], tokens: oracle.Tokens, algorithm: AlgorithmConfig) -> dict[str, float]:
@@ -53,7 +69,7 @@ def expected(values: list[float], tokens: oracle.Tokens, algorithm: AlgorithmCon
         "vetoed": veto.count(False) / n,
         "negative_masked": negative.count(False) / n,
         "kept_fraction": sum(kept) / n,
-        "ess": kish([trains[t] * oracle.weight(t, values, tokens, algorithm) for t in range(n)]),
+        "ess": kish([weight(t, values, tokens, algorithm) for t in range(n)]),
         "ess_token": kish([oracle.ratio(t, values, values, tokens, "token") for t in range(n)]),
         "ess_sequence": kish([oracle.ratio(t, values, values, tokens, "sequence") for t in first]),
         "k3": math.fsum(k3) / n,
@@ -85,6 +101,13 @@ def test_an_empty_batch_raises_no_alarm() -> None:
     assert metrics["tokens"] == metrics["mismatch_max"] == 0.0
     whole = ratio_metrics(*tensors_of("ordinary"), AlgorithmConfig())
     assert {name for name in whole if "/" not in name} == set(PERFECT)
+
+
+@pytest.mark.parametrize("name", ["ordinary", "empty"])
+def test_a_loss_of_ones_own_has_no_weights_to_judge(name: str) -> None:
+    metrics = ratio_metrics(*tensors_of(name), AlgorithmConfig(loss="mine:own"))
+    assert "ess" not in metrics
+    assert metrics.keys() >= PERFECT.keys() - {"ess"}
 
 
 def test_equal_policies_are_a_perfect_match() -> None:
