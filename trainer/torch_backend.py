@@ -31,7 +31,7 @@ from trainer.algorithm.custom import load_loss
 from trainer.algorithm.loss import batch_coefficients, partial_loss
 from trainer.algorithm.metrics import ratio_metrics
 from trainer.algorithm.reference_kl import k3, partial_penalty
-from trainer.algorithm.tokens import TokenData
+from trainer.algorithm.tokens import TokenData, floored
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
 from trainer.logprobs import Rows, Scorer, vocabulary_size
@@ -93,6 +93,7 @@ class TorchBackend:
         dtype: str = "float32",
         device: str = "auto",
     ) -> None:
+        refuse_several_ranks()
         if algorithm.loss:
             load_loss(algorithm.loss)  # what cannot be imported is said before a model is loaded
         self.trainer = trainer
@@ -126,9 +127,10 @@ class TorchBackend:
 
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
         """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, those of
-        `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage that move the policy: neither gated
-        nor beyond a clip), and with a reference in the loss `reference_kl`, the mean k3 of the policy against it. A
-        skipped batch moves nothing, not even by weight decay, but its metrics and proximal log-probabilities are real.
+        `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage, with a loss of one's own of all
+        tokens, that move the policy: neither gated nor beyond a clip), and with a reference in the loss `reference_kl`,
+        the mean k3 of the policy against it. A skipped batch moves nothing, not even by weight decay, but its metrics
+        and proximal log-probabilities are real.
         Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
 
         With trainer.updates_per_batch above 1 a pass without gradient comes first, for the proximal log-probabilities;
@@ -147,7 +149,7 @@ class TorchBackend:
         loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
-        judged = int(batch.data.advantage.count_nonzero())
+        judged = batch.n_tokens if self.algorithm.loss else int(batch.data.advantage.count_nonzero())
         metrics["learning_fraction"] = sum(each.before.learning for each in updates) / judged if judged else 1.0
         if before.reference is not None and batch.n_tokens:
             metrics["reference_kl"] = float(k3((before.reference - before.proximal).double()).mean())
@@ -176,8 +178,10 @@ class TorchBackend:
     def _update(self, samples: Sequence[Sample], batch: Batch, learning_rate: float) -> Update:
         self.optimizer.zero_grad(set_to_none=True)
         # With every advantage 0, and no distance to pay for, so is the gradient: only log-probabilities matter.
+        # A loss of one's own may learn from something else.
         penalised = self._reference_in_loss and self.algorithm.reference_kl_weight > 0
-        learns = batch.n_tokens > 0 and (penalised or bool(batch.data.advantage.any()))
+        other = penalised or bool(self.algorithm.loss)
+        learns = batch.n_tokens > 0 and (other or bool(batch.data.advantage.any()))
         try:
             with torch.set_grad_enabled(learns):
                 before = self._accumulate(samples, batch)
@@ -232,7 +236,7 @@ class TorchBackend:
         for rows, where in self._micro_batches(samples, batch):
             if reference is not None:
                 reference[where] = self._reference_logprobs(rows)
-            current = self.scorer.logprobs(rows, self.temperature)
+            current = floored(self.scorer.logprobs(rows, self.temperature))
             data = batch.data.at(where)
             coefficients = batch.coefficients[where]
             loss = partial_loss(current, data, coefficients, self.algorithm)
@@ -263,7 +267,7 @@ class TorchBackend:
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> torch.Tensor:
         with adapter_off(self.model):
-            return self.scorer.logprobs(rows, self.temperature)
+            return floored(self.scorer.logprobs(rows, self.temperature))
 
     def _gradient_norm(self) -> float:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -329,6 +333,17 @@ class TorchBackend:
         self.optimizer_steps = optimizer_state.read(
             folder, self.parameters, self.optimizer, adapter_config(self.targets, self.trainer)
         ).optimizer_steps
+
+
+def refuse_several_ranks() -> None:
+    """Raises AsyncRLError in a process group of several ranks: each would take steps by its own gradients."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if (ranks := torch.distributed.get_world_size()) > 1:
+        raise AsyncRLError(
+            f"the trainer runs in a torch.distributed group of {ranks} ranks, and backend torch trains on one: "
+            "start it as a single process (not with torchrun)"
+        )
 
 
 def _check(sample: Sample, places: npt.NDArray[np.intp], vocabulary: int) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
+from async_rl.errors import AsyncRLError
 from trainer.backend import Sample
 from trainer.torch_backend import TorchBackend
 
@@ -117,11 +119,13 @@ def gradient(backend: TorchBackend, batch: list[Sample]) -> npt.NDArray[np.float
 
 
 def main(rank: int, folder: Path) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
     batch = make_batch(folder)
+    backends = {dtype: make_backend(folder, AlgorithmConfig(), dtype) for dtype in DTYPES}
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    with pytest.raises(AsyncRLError, match="group of 2 ranks, and backend torch trains on one"):
+        make_backend(folder, AlgorithmConfig(), "float32")  # what is summed below, no trainer sums yet
     out = {}
-    for dtype in DTYPES:
-        backend = make_backend(folder, AlgorithmConfig(), dtype)
+    for dtype, backend in backends.items():
         for name, algorithm in CASES.items():
             backend.algorithm = algorithm
             out[f"{name}-{dtype}"] = gradient(backend, batch[:6] if rank == 0 else batch[6:])

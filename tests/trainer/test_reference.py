@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import AlgorithmConfig
 from trainer.backend import Sample
+from trainer.logprobs import Rows
 
 TEMPERATURE = 0.7  # of make_backend
 
@@ -75,6 +77,25 @@ def test_steps_without_any_advantage_go_back_to_the_reference(folder: Path) -> N
     for _ in range(15):
         last = backend.step(batch, 5e-3)
     assert 0 <= last.metrics["reference_kl"] < first.metrics["reference_kl"] / 2
+
+
+def test_a_token_that_the_trainer_holds_to_be_impossible_and_a_veto_stops_costs_no_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = AlgorithmConfig(veto=1e-4, ratio_level="token", reference_kl="k3", reference_kl_ratio=True)
+    backend = make_backend(folder, algorithm, "float32")
+    plain = backend.scorer.logprobs
+
+    def with_an_impossible_token(rows: Rows, temperature: float) -> torch.Tensor:
+        logprobs = plain(rows, temperature)
+        return torch.where(torch.arange(len(logprobs)) == 3, -torch.inf, logprobs)
+
+    monkeypatch.setattr(backend.scorer, "logprobs", with_an_impossible_token)
+    result = backend.step(make_batch(folder), 1e-3)
+    assert not result.skipped
+    assert result.metrics["vetoed"] > 0
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert all(parameter.isfinite().all() for parameter in backend.parameters.values())
 
 
 def test_a_weight_of_zero_only_measures(folder: Path) -> None:

@@ -23,10 +23,10 @@ def load_loss(name: str) -> TokenLoss:
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # importing runs the module, which may fail in any way
         raise ConfigError(
-            f"[algorithm] loss = {name!r} cannot be loaded: {error}. The module must be installed, or its folder named "
-            "in PYTHONPATH"
+            f"[algorithm] loss = {name!r} cannot be loaded: {type(error).__name__}: {error}. The module must be "
+            "installed, or its folder named in PYTHONPATH, and be importable"
         ) from error
     if not callable(function):
         raise ConfigError(f"[algorithm] loss = {name!r} is not a function: it is a {type(function).__name__}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from gradient_batches import make_backend, make_batch, make_model
 from loss_tensors import tensors_of
 
 from async_rl.algorithm_config import AlgorithmConfig
@@ -35,8 +37,10 @@ NUMBER = 3
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_losses(tmp_path_factory: pytest.TempPathFactory) -> None:
+def own_losses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("own")
+    (folder / "losses_unwritten.py").write_text("def square(current, data)\n")
+    (folder / "losses_of_typos.py").write_text("square = tocrh.square\n")
     (folder / "losses_of_mine.py").write_text(SOURCE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -69,7 +73,9 @@ def test_what_is_not_one_loss_per_token_is_refused(name: str, says: str) -> None
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        ("no_such_module:f", "cannot be loaded: No module named 'no_such_module'.*PYTHONPATH"),
+        ("no_such_module:f", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'.*PYTHONPATH"),
+        ("losses_unwritten:square", "cannot be loaded: SyntaxError: .*losses_unwritten.py, line 1"),
+        ("losses_of_typos:square", "cannot be loaded: NameError: name 'tocrh' is not defined"),
         ("losses_of_mine:missing", "cannot be loaded: .*no attribute 'missing'"),
         ("losses_of_mine:NUMBER", "is not a function: it is a int"),
     ],
@@ -84,3 +90,21 @@ def test_its_gradient_reaches_the_policy() -> None:
     losses = token_losses(current.requires_grad_(), data, AlgorithmConfig(loss="losses_of_mine:square"))
     (gradient,) = torch.autograd.grad(losses.sum(), current)
     assert torch.allclose(gradient, 2 * (current - data.behaviour).detach() * (1 + data.age))
+
+
+def test_it_learns_where_no_answer_is_better_than_another(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    backend = make_backend(tmp_path, AlgorithmConfig(loss="losses_of_mine:square"), "float32")
+    batch = [sample._replace(advantage=0.0) for sample in make_batch(tmp_path)]
+    first = backend.step(batch, 1e-4)
+    assert not first.skipped
+    assert first.metrics["learning_fraction"] == 1.0
+    assert backend.step(batch, 1e-4).metrics["loss"] < first.metrics["loss"]
+
+
+def test_the_share_that_learns_is_of_all_tokens(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    backend = make_backend(tmp_path, AlgorithmConfig(loss="losses_of_mine:square"), "float32")
+    batch = make_batch(tmp_path)
+    batch[1:] = [sample._replace(advantage=0.0) for sample in batch[1:]]
+    assert backend.step(batch, 0.0).metrics["learning_fraction"] == 1.0
