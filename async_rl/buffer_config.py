@@ -95,8 +95,8 @@ def keeps_history(buffer: BufferConfig) -> bool:
 
 def batches_held(buffer: BufferConfig) -> int:
     """How many times the new groups of a batch the buffer must have room for: those of the next one, and with reuse
-    those of the K batches before it (buffer.reuse)."""
-    return 1 + (buffer.max_staleness if buffer.reuse > 1 else 0)
+    those of the batch that is lent and of the K batches before it (buffer.reuse)."""
+    return 1 + (buffer.max_staleness + 1 if buffer.reuse > 1 else 0)
 
 
 def check_buffer(buffer: BufferConfig) -> None:
@@ -111,15 +111,15 @@ def check_buffer(buffer: BufferConfig) -> None:
         )
     if buffer.order == "replay" and buffer.reuse == 1:
         raise ConfigError('[buffer] order = "replay" with reuse = 1 is fifo: set reuse to 2 or more, or order = "fifo"')
+    if buffer.reuse > buffer.groups_per_step:
+        raise ConfigError(
+            f"[buffer] reuse = {buffer.reuse} is more than groups_per_step = {buffer.groups_per_step}: one group of a "
+            "batch is always new, so none trains more often than there are groups in a batch: make reuse smaller"
+        )
     if buffer.on_stale != "wait" and buffer.order != "fifo":
         raise ConfigError(
             f'[buffer] order = "{buffer.order}" has no meaning with on_stale = "{buffer.on_stale}", which takes what '
             "is ready and waits for nobody: remove it"
-        )
-    if buffer.adaptive and min(lead(buffer), buffer.max_staleness - 1) < 1:
-        raise ConfigError(
-            f"[buffer] adaptive has nothing to adapt with max_staleness = {buffer.max_staleness} and nodes that work "
-            f"{max(0, lead(buffer))} versions ahead: raise max_staleness to 2 or more, or set adaptive = false"
         )
     if lead(buffer) < 0:
         what = (
@@ -132,3 +132,16 @@ def check_buffer(buffer: BufferConfig) -> None:
             f"[buffer] {what} {_delay(buffer)} batches, more than max_staleness = {buffer.max_staleness}: make "
             f"{smaller} smaller or the bound larger"
         )
+    if buffer.adaptive and lead(buffer) < 2:
+        smaller = {"windowed": "make window smaller, ", "replay": "make reuse smaller, "}.get(buffer.order, "")
+        raise ConfigError(
+            f"[buffer] adaptive needs nodes that work 2 versions ahead or more, and here they work {lead(buffer)} "
+            f"ahead (max_staleness = {buffer.max_staleness}): {smaller}make max_staleness larger, or "
+            "set adaptive = false"
+        )
+    usual = BufferConfig()
+    for key in ("adaptive_ess", "adaptive_k3"):
+        if not buffer.adaptive and getattr(buffer, key) != getattr(usual, key):
+            raise ConfigError(f"[buffer] {key} has no meaning without adaptive = true: remove it or set that")
+    if not buffer.retire_above and buffer.retire_after != usual.retire_after:
+        raise ConfigError("[buffer] retire_after has no meaning without retire_above: remove it or set that")

@@ -17,15 +17,15 @@ class Credit:
     it counts at its size. Lent payloads do not count: at most one batch beside the capacity is in memory.
     With reuse (buffer.reuse) a group counts as `kept` from its first draw until it can be used no more.
 
-    The exemption: the lowest open ticket is admitted without credit while fewer than F ready groups may be drawn.
-    That is what prevents the deadlock in which the ready groups wait for one that has no room. Its price: a ticket
-    that needs the exemption has fewer than F eligible groups below it and everything above it was admitted with
-    credit, so with a capacity of at least one batch, and with reuse the pool beside it (which the configuration
+    The exemption: the lowest open ticket is admitted without credit while fewer than F ready groups may be drawn. That
+    is what prevents the deadlock in which the ready groups wait for one that has no room. Its price: a ticket that
+    needs the exemption has fewer than F eligible groups below it and everything above it was admitted with credit, so
+    with a capacity of at least one batch, and with reuse pool and lent batch beside it (which the configuration
     demands), reserved + ready + kept stay within capacity as long as no payload is larger than promised; with less
-    capacity they stay within that. What `fresh`, and on_stale other than wait, drop when it was ready opens a
-    low ticket again after higher ones had their credit. Of the exempt tickets that are still being sampled each is
-    lower than those before it and was ready when the first was admitted: F of them at most, beside fewer than F ready
-    ones. So there the sum may pass capacity by what is reserved for fewer than 2 F groups."""
+    capacity they stay within that. What `fresh`, and on_stale other than wait, drop when it was ready opens a low
+    ticket again after higher ones had their credit. Of the exempt tickets that are still being sampled each is lower
+    than those before it and was ready when the first was admitted: F of them at most, beside fewer than F ready ones.
+    So there the sum may pass capacity by what is reserved for fewer than 2 F groups."""
 
     def __init__(self, capacity_bytes: int, group_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

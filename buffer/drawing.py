@@ -75,8 +75,7 @@ def batch_confirmed(replay: Replay, event: BatchConfirmed, now: float, effects: 
     replay.lent = None
     replay.confirmed_batches += 1
     if rules.adaptive:
-        report = Report(event.ess, event.k3)
-        replay.bound = next_bound(replay.bound, report, rules.max_staleness, rules.adaptive_ess, rules.adaptive_k3)
+        replay.bound = next_bound(replay.bound, Report(event.ess, event.k3), rules)
     replay.groups.sweep(replay.confirmed_batches)
 
 

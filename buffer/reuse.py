@@ -21,8 +21,8 @@ smaller, and after a resume without the journal the first again. F are waited fo
 beyond those of buffer.order, whose proof it is with F for B.
 
 The room. A token of a group that was first drawn in batch b is of version b or older, so it leaves before batch
-b + K + 1: the pool never holds more than K * F groups. They count against the capacity, which has to have room for
-them and a batch of fresh ones (async_rl.config.batch_bytes).
+b + K + 1: the pool never holds more than K * F groups. They count against the capacity from the time they are lent: it
+has to have room for them, the F of the batch that is lent, and those of the next one (async_rl.config.batch_bytes).
 """
 
 from __future__ import annotations

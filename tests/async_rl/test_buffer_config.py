@@ -28,12 +28,24 @@ BROKEN = {
     "may delay a ticket by 5 batches, more than max_staleness = 4: make window smaller": {
         "order": "windowed", "groups_per_step": 2, "window": 10,
     },
-    "adaptive has nothing to adapt with max_staleness = 1": {"adaptive": True, "max_staleness": 1},
+    "here they work 1 ahead (max_staleness = 1): make max_staleness larger": {"adaptive": True, "max_staleness": 1},
+    "reuse = 3 is more than groups_per_step = 2": {"order": "replay", "reuse": 3, "groups_per_step": 2},
+    "adaptive_ess has no meaning without adaptive = true": {"adaptive_ess": 0.2},
+    "retire_after has no meaning without retire_above": {"retire_after": 8, "difficulty": "weighted"},
 }  # fmt: skip
 BROKEN_AS_WELL = {
     'window has no meaning with order = "replay"': {"order": "replay", "reuse": 2, "window": 2},
     'reuse has no meaning with order = "fifo"': {"reuse": 2},
-    "nodes that work 0 versions ahead": {"adaptive": True, "order": "replay", "reuse": 5},
+    "here they work 0 ahead (max_staleness = 4): make reuse smaller, make max_staleness larger": {
+        "adaptive": True, "order": "replay", "reuse": 5,
+    },
+    "here they work 1 ahead (max_staleness = 4): make window smaller, make max_staleness larger": {
+        "adaptive": True, "order": "windowed", "window": 80,
+    },
+    "reuse = 6 trains a group again in the next 5 batches, more than": {
+        "adaptive": True, "order": "replay", "reuse": 6,
+    },
+    "adaptive_k3 has no meaning without adaptive = true": {"adaptive_k3": 0.2},
     'order = "fresh" has no meaning with on_stale = "mask"': {"order": "fresh", "on_stale": "mask"},
     "reuse = 6 trains a group again in the next 5 batches, more than max_staleness = 4: make reuse smaller": {
         "order": "replay", "reuse": 6,
@@ -46,9 +58,11 @@ WHOLE: list[dict[str, Any]] = [
     {"order": "windowed", "on_stale": "wait"},
     {"order": "fresh", "max_staleness": 0},
     {"adaptive": True, "max_staleness": 2},
-    {"adaptive": True, "order": "replay", "reuse": 4},
+    {"adaptive": True, "order": "replay", "reuse": 3},
+    {"adaptive": True, "max_staleness": 2, "adaptive_ess": 0.2, "adaptive_k3": 0.2},
+    {"retire_above": 0.9, "retire_after": 8},
     {"order": "replay", "reuse": 5},
-    {"order": "replay", "reuse": 2, "groups_per_step": 1},
+    {"order": "replay", "reuse": 2, "groups_per_step": 2},
 ]
 
 
@@ -94,6 +108,6 @@ def test_a_batch_has_as_few_new_groups_as_reuse_allows(groups: int, reuse: int) 
 
 def test_reuse_costs_lead_and_room_for_what_may_be_used_again() -> None:
     replay = made(order="replay", reuse=3, max_staleness=4, groups_per_step=8)
-    assert (lead(replay), batches_held(replay)) == (2, 5)
+    assert (lead(replay), batches_held(replay)) == (2, 6)
     config = msgspec.structs.replace(Config(), buffer=replay)
-    assert batch_bytes(config) == 5 * 3 * group_bytes(config)
+    assert batch_bytes(config) == 6 * 3 * group_bytes(config)

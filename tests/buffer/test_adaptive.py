@@ -8,7 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer.adaptive import HEALTHY_STEPS, AdaptiveBound, Report, adaptive_lead, is_trouble, next_bound
+from buffer.adaptive import (
+    HEALTHY_STEPS,
+    AdaptiveBound,
+    Report,
+    adaptive_lead,
+    is_trouble,
+    least_bound,
+    next_bound,
+)
 from buffer.admission import may_lease
 from buffer.scenario import Lognormal, Scenario, TrainerSpeed
 from buffer.simulate import simulate
@@ -17,10 +25,15 @@ WELL, BADLY, NOTHING = Report(0.9, 0.001), Report(0.1, 0.001), Report(None, None
 reports = st.sampled_from([WELL, WELL, WELL, BADLY, Report(0.9, 1.0), Report(math.nan, 0.0), NOTHING])
 
 
-def after(bound: AdaptiveBound, *steps: Report, most: int = 8) -> AdaptiveBound:
-    for report in steps:
-        bound = next_bound(bound, report, most, 0.3, 0.05)
-    return bound
+@pytest.fixture
+def after(tools):
+    def go(bound: AdaptiveBound, *steps: Report, **changes: object) -> AdaptiveBound:
+        rules = tools.rules(**{"max_staleness": 8, **changes})
+        for report in steps:
+            bound = next_bound(bound, report, rules)
+        return bound
+
+    return go
 
 
 @pytest.mark.parametrize(
@@ -34,14 +47,22 @@ def test_trouble_is_a_small_sample_or_a_large_divergence_or_a_number_that_is_non
     assert is_trouble(report, 0.3, 0.05) == trouble
 
 
-def test_the_bound_falls_at_once_and_is_not_made_to_answer_for_older_data():
+def test_the_bound_falls_at_once_and_is_not_made_to_answer_for_older_data(after):
     fallen = after(AdaptiveBound(8), BADLY)
     assert fallen.bound == 7
     assert after(fallen, *[BADLY] * 9).bound == 7  # what was leased under 8 is still coming
     assert after(fallen, *[BADLY] * 10).bound == 6
 
 
-def test_the_bound_rises_by_one_for_each_row_of_healthy_steps_and_trouble_begins_it_anew():
+def test_with_reuse_older_data_trains_until_it_is_as_old_as_the_guarantee_allows(after):
+    """K = 8: what was leased under a bound of 5 trains again for 9 batches, not 6."""
+    fallen = after(AdaptiveBound(6), BADLY, reuse=2)
+    assert fallen.bound == 5
+    assert after(fallen, *[BADLY] * 9, reuse=2).bound == 5
+    assert after(fallen, *[BADLY] * 10, reuse=2).bound == 4
+
+
+def test_the_bound_rises_by_one_for_each_row_of_healthy_steps_and_trouble_begins_it_anew(after):
     low = AdaptiveBound(3)
     assert after(low, *[WELL] * (HEALTHY_STEPS - 1)).bound == 3
     assert after(low, *[WELL] * HEALTHY_STEPS).bound == 4
@@ -50,19 +71,24 @@ def test_the_bound_rises_by_one_for_each_row_of_healthy_steps_and_trouble_begins
     assert after(settling, *[WELL] * (HEALTHY_STEPS - 1), BADLY, *[WELL] * (HEALTHY_STEPS - 1)).bound == 3
 
 
-def test_a_step_that_trained_nothing_says_nothing():
+def test_a_step_that_trained_nothing_says_nothing(after):
     state = AdaptiveBound(3, 4, 5)
     assert after(state, NOTHING) == state
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
-@given(st.integers(1, 9), st.lists(reports, max_size=120))
-def test_whatever_is_reported_the_bound_stays_between_one_and_the_guarantee_and_moves_by_one(most, steps):
+@settings(
+    deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 9), st.integers(0, 9), st.lists(reports, max_size=120))
+def test_whatever_is_reported_nodes_work_one_version_ahead_or_more_and_the_bound_moves_by_one(tools, most, cost, steps):
+    """Whatever window and reuse cost of the lead; where it is 0 by the configuration, it stays so."""
+    rules = tools.rules(max_staleness=most, lead=max(0, most - cost))
     state = AdaptiveBound(most)
     falls = rises = 0
     for report in steps:
-        before, state = state, next_bound(state, report, most, 0.3, 0.05)
-        assert 1 <= state.bound <= most
+        before, state = state, next_bound(state, report, rules)
+        assert state.bound <= most
+        assert min(1, rules.lead) <= adaptive_lead(rules, state.bound) <= rules.lead
         assert abs(state.bound - before.bound) <= 1
         assert 0 <= state.healthy < HEALTHY_STEPS
         falls += state.bound < before.bound
@@ -79,13 +105,13 @@ def test_the_lead_only_falls_and_the_next_batch_may_always_be_leased(staleness, 
     class Some:
         max_staleness, lead = staleness, max(0, staleness - cost)
 
-    lead = adaptive_lead(Some, min(bound, staleness))
+    lead = adaptive_lead(Some, max(least_bound(Some), min(bound, staleness)))
     assert 0 <= lead <= Some.lead
     assert adaptive_lead(Some, staleness) == Some.lead
     assert all(may_lease(ticket, version, lead, 4) for ticket in range((version + 1) * 4))
 
 
-def test_nodes_work_less_far_ahead_after_trouble_and_the_state_comes_out_of_the_journal(tools):
+def test_nodes_work_less_far_ahead_after_trouble(tools):
     """B = 1, K = 3: a node of version 0 may have tickets 0 ... 3, and after trouble of version 1 only up to 3."""
     play = tools.play(groups_per_step=1, max_staleness=3, adaptive=True)
     leases = play.node("a", 100)

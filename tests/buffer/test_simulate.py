@@ -23,7 +23,9 @@ def worlds(draw: st.DrawFn, faults: bool = True) -> tuple[dict[str, object], Sce
     groups = draw(st.integers(1, 4))
     window = draw(st.integers(1, bound * groups + 1))
     order: dict[str, object] = draw(
-        st.sampled_from([{"window": window}, {"newest_first": True}, {"reuse": draw(st.integers(1, bound + 1))}])
+        st.sampled_from(
+            [{"window": window}, {"newest_first": True}, {"reuse": draw(st.integers(1, min(bound + 1, groups)))}]
+        )
     )
     rules = {
         "run_seed": draw(st.integers(0, 2**32)),
@@ -75,7 +77,7 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
     # The guarantee does not rest on the sweep, which would hide a wrong admission or order: it finds nothing to drop.
     # Newest first is another matter: what it leaves behind is the sweep's.
     assert result.ledger["dropped.stale"] == 0 or rules.newest_first
-    least = rules.fresh_groups * (1 + (rules.max_staleness if rules.reuse > 1 else 0))
+    least = rules.fresh_groups * (1 + (rules.max_staleness + 1 if rules.reuse > 1 else 0))
     beside = (2 * rules.fresh_groups - 1) * rules.newest_first  # buffer.capacity
     assert result.max_buffered_bytes <= max(rules.capacity_bytes, least * rules.group_bytes) + beside * GROUP_BYTES
     for ledger, end in ((result.ledger, "trained"), (result.eval_ledger, "evaluated")):
