@@ -118,7 +118,7 @@ def ratios(cell: Mapping[str, Any], arm: str, metric: Mapping[str, Any]) -> list
 def bench_parser(module: str, about: str, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(prog=f"async-rl bench {module}", description=about)
-    parser.add_argument("--rounds", type=_positive, default=rounds, help="how often each arm is measured (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=rounds, help="how often each arm is measured (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to FILE")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show an earlier run's file beside this one")
     parser.set_defaults(bench=module)
@@ -230,7 +230,8 @@ def _significant(value: float, digits: int) -> str:
     return f"{value:.{digits}g}"
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A count on the command line; raises ArgumentTypeError for what is none."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)

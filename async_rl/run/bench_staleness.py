@@ -25,7 +25,7 @@ from rich.console import Console
 
 from async_rl.config import load_config
 from async_rl.errors import AsyncRLError
-from async_rl.run.bench import Metric, bench_main, bench_parser, finish_bench, machine
+from async_rl.run.bench import Metric, bench_main, bench_parser, finish_bench, machine, positive
 from async_rl.run.bench_staleness_cells import Cell, Outcome, Scale, Task, overrides_of
 from async_rl.run.bench_staleness_plan import CORRECTIONS, Grid, plan
 from async_rl.run.bench_staleness_results import (
@@ -104,6 +104,12 @@ def finished_runs(path: Path | None, scale: Scale) -> list[Run]:
     return runs
 
 
+def seeds_held(path: Path | None) -> int:
+    """Of how many seeds the cells of --json are, so that a run of fewer leaves them as they are; 0 without a file. Call
+    after `finished_runs`."""
+    return 0 if path is None or not path.exists() else int(json.loads(path.read_text())["settings"].get("rounds", 0))
+
+
 def is_run(cell: Cell, runs: Sequence[Run]) -> bool:
     """Whether it was run with the same settings."""
     wanted = msgspec.to_builtins(cell)
@@ -138,7 +144,7 @@ class Runner:
         waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         for cell in cells:
             waiting.put(cell)
-        done: queue.SimpleQueue[tuple[Cell, Outcome, float] | AsyncRLError] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Cell, Outcome, float] | Exception] = queue.SimpleQueue()
         stop = threading.Event()
         workers = [
             threading.Thread(target=self._serve, args=(waiting, done, stop), daemon=True)
@@ -149,7 +155,7 @@ class Runner:
         try:
             for _ in cells:
                 result = done.get(timeout=RUN_TIMEOUT_S + START_S)
-                if isinstance(result, AsyncRLError):
+                if isinstance(result, Exception):
                     raise result
                 finished(*result)
         finally:
@@ -165,7 +171,7 @@ class Runner:
                     done.put((cell, outcome, time.monotonic() - began))
         except queue.Empty:
             return
-        except AsyncRLError as error:
+        except Exception as error:  # whatever it is, who waits is to hear of it
             done.put(error)
 
 
@@ -179,7 +185,7 @@ def bench(options: argparse.Namespace, console: Console) -> None:
         load_config(scale.config, overrides_of(scale, cell))  # a mistake is reported before anything runs
     runs = without_outdated(finished_runs(options.json, scale))
     left = [cell for cell in cells if not is_run(cell, runs)]
-    seeds = len(grid.seeds)
+    seeds = max(len(grid.seeds), seeds_held(options.json))
 
     def finished(cell: Cell, outcome: Outcome, seconds: float) -> None:
         runs.append({**msgspec.to_builtins(cell), **msgspec.to_builtins(outcome), "wall_s": round(seconds, 1)})
@@ -224,8 +230,8 @@ def main() -> None:
     parser.add_argument(
         "--corrections", action="append", metavar="NAME", help="one of them; may be given several times"
     )
-    parser.add_argument("--updates", type=int, default=Scale().updates, help="of each run (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a core each (%(default)s)")
+    parser.add_argument("--updates", type=positive, default=Scale().updates, help="of each run (%(default)s)")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at the same time, a core each (%(default)s)")
     bench_main(bench, parser)
 
 

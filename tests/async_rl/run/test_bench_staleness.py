@@ -20,10 +20,12 @@ from async_rl.config import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run.bench import bench_tables, ratios
 from async_rl.run.bench_staleness import (
+    Runner,
     _numbers,
     document_of,
     finished_runs,
     is_run,
+    main,
     without_outdated,
     write,
 )
@@ -159,9 +161,30 @@ def test_the_command_prints_what_the_file_holds_and_starts_nothing_when_nothing_
     assert "0 of 4 runs to do" in done.stdout
     assert "lag 3, learning rate 0.0005" in done.stdout
     assert json.loads(path.read_text())["runs"] == json.loads(json.dumps(held))
+    cells = json.loads(path.read_text())["cells"]
+    subprocess.run([*command, "--rounds", "1"], check=True, capture_output=True, timeout=60)
+    fewer = json.loads(path.read_text())
+    assert (fewer["settings"]["rounds"], fewer["cells"]) == (2, cells)
     refused = subprocess.run([*command, "--corrections", "clip"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: --corrections: there is no 'clip'")
+
+
+@pytest.mark.parametrize("option", ["--jobs", "--updates", "--rounds"])
+def test_none_of_what_is_counted_is_refused(option: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench staleness", option, "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"argument {option}: '0' is not a number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+def test_a_worker_that_cannot_even_start_its_process_ends_the_wait_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError, match="/no/such/python"):
+        Runner(Scale(), 1).work_off(plan(Grid(seeds=(0,)))[:2], lambda *_: None)
 
 
 def test_a_file_of_runs_of_another_size_or_of_something_else_is_left_alone(tmp_path: Path) -> None:
