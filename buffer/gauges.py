@@ -20,6 +20,7 @@ NODE_STATES = [state for state in get_args(NodeState) if state != "gone"]
 ATTEMPTS = Metric("gauge", "async_rl_buffer_attempts", "Attempts that are not closed yet, by place.", "place")
 ISSUED = Metric("counter", "async_rl_buffer_issued_attempts_total", "Attempts ever leased to a node.")
 TRAINED = Metric("counter", "async_rl_buffer_trained_attempts_total", "Attempts that were trained on.")
+REUSED = Metric("counter", "async_rl_buffer_reused_attempts_total", "Trained attempts that were trained on once more.")
 LOST = Metric("counter", "async_rl_buffer_dropped_attempts_total", "Attempts dropped, by reason.", "reason")
 OUTSIDE = Metric("counter", "async_rl_buffer_outside_results_total", "What changed nothing, by kind.", "kind")
 EVALUATING = Metric("gauge", "async_rl_buffer_evaluation_attempts", "Evaluation attempts with a node.")

@@ -105,6 +105,7 @@ class Observed:
         views = replay.nodes_view()
         return {
             **gauges.attempts_reading(replay.ledger, replay.eval_ledger, self._outside(replay)),
+            gauges.REUSED: replay.reused.get("trained", 0),
             gauges.READY_GROUPS: replay.ready_groups,
             gauges.READY_BYTES: replay.ready_bytes,
             gauges.RESERVED_BYTES: replay.reserved_bytes,

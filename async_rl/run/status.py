@@ -76,6 +76,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     ready: dict[str, int] = {}
     ledger: dict[str, Any] | None = None
     ledger_balances: bool | None = None
+    reused: dict[str, int] = {}
     eval_ledger: dict[str, int] = {}
     outside: dict[str, int] = {}
     staleness: dict[str, float | None] = {}
@@ -205,6 +206,7 @@ def live_state(status: Status, run: str, endpoint: str, directory: RunDirectory 
         ready={"groups": status.ready_groups, "bytes": status.ready_bytes, "reserved_bytes": status.reserved_bytes},
         ledger=ledger,
         ledger_balances=ledger_balances(ledger),
+        reused=status.reused,
         eval_ledger=status.eval_ledger,
         outside=status.outside,
         push_ms=_pushes(status.push_ms, status.pushes),
@@ -281,6 +283,7 @@ def state_at_rest(directory: RunDirectory, held: bool) -> RunState:
         ready={key: pools[f"ready_{key}"] for key in ("groups", "bytes")} if pools else {},
         ledger=ledger,
         ledger_balances=ledger_balances(ledger) if ledger else None,
+        reused=pools.get("reused", {}),
         push_ms=_pushes(pushes, len(pushes)),
         waiting=str(pools.get("waiting", "")),
         checkpoint=newest_checkpoint(directory.checkpoints),

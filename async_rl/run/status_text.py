@@ -30,6 +30,7 @@ def state_text(state: RunState) -> str:
             *_set_aside(state.nodes),
             ("ready", _ready(state.ready)),
             ("ledger", _ledger(state)),
+            ("reused", _counts(state.reused)),
             ("eval", _counts(state.eval_ledger)),
             ("outside", _counts(state.outside)),
             ("staleness", _staleness(state.staleness)),

@@ -72,6 +72,19 @@ def test_the_buffers_numbers_are_those_of_its_ledger_and_they_balance(tools, ser
     assert samples['async_rl_buffer_push_seconds_bucket{le="0.5"}'] == 1
 
 
+def test_what_trains_again_is_counted_beside_the_ledger(tools, server: Server, tmp_path: Path) -> None:
+    play = tools.play(reuse=2)
+    play.node("a")
+    for _ in range(3):
+        for lease in play.attest("a") + play.want("a", 10**6):
+            play.deliver(lease)
+        play.draw()
+        play.confirm()
+    samples = read(observed().reading(play.replay, ["a"], "trainer", server), tmp_path)
+    assert samples["async_rl_buffer_trained_attempts_total"] == 6  # a new group of two in each batch
+    assert samples["async_rl_buffer_reused_attempts_total"] == 4  # another in each but the first
+
+
 def test_before_anything_was_published_there_is_no_newest_version(tools, server: Server, tmp_path: Path) -> None:
     play = tools.play()
     samples = read(observed().reading(play.replay, [], "", server), tmp_path)

@@ -284,6 +284,13 @@ def test_a_ledger_that_does_not_balance_is_said_aloud(run: Callable[..., RunDire
     assert "DOES NOT BALANCE: 64 issued = 7 leased" in state_text(state_of(str(directory.path)))
 
 
+def test_what_trained_again_is_shown_beside_the_ledger(run: Callable[..., RunDirectory]) -> None:
+    directory = run(steps=1)
+    with MetricsWriter(directory.metrics_path) as writer:
+        writer.write({"pools": {**POOLS, "reused": {"trained": 1200, "refused": 0, "short_batches": 1}}})
+    assert "reused    1,200 trained, 1 short_batches\n" in state_text(state_of(str(directory.path)))
+
+
 SUMMARY = {
     "steps": 10, "wall_seconds": 61.0, "reward": {"first": 0.25, "last": 0.5}, "eval": {"first": None, "last": None},
     "staleness": {"max": 2, "mean": 1.5, "bound": 4}, "tokens_per_second": {"rollout": 2000.0, "train": 1000.0},
