@@ -45,24 +45,33 @@ class Instances:
 
     def __init__(self, rules: Rules) -> None:
         self._seed = rules.run_seed
-        self.count = rules.instances
-        self._attempts = array("L", [0]) * self.count
-        self._passed = array("d", [0.0]) * self.count
-        self.retired = 0
+        self._begin(rules.instances)
         self.adopt(rules)
 
+    def _begin(self, count: int) -> None:
+        """Nothing was asked yet."""
+        self.count = count
+        self._attempts = array("L", [0]) * count
+        self._passed = array("d", [0.0]) * count
+        self.retired = 0
+
     def adopt(self, rules: Rules) -> None:
-        """Go on by other rules: what is retired is asked anew."""
+        """Go on by other rules: what is retired is asked anew, and where the history had no use it begins."""
+        if rules.instances != self.count:
+            self._begin(rules.instances)
         self._weighted, self._above, self._after = rules.weighted, rules.retire_above, rules.retire_after
         self.retired = sum(map(self.is_retired, range(self.count)))
 
     def is_retired(self, instance: int) -> bool:
         if not self.count:
             return False
+        instance %= self.count
         return is_retired(self._passed[instance], self._attempts[instance], self._above, self._after)
 
     def note(self, instance: int, reward: float) -> None:
-        """A good attempt came back. Only where there is a history."""
+        """A good attempt came back. Only where there is a history; an instance that was chosen when there was none is
+        any number, which means the one that it leaves (async_rl.tasks.task.instance_of)."""
+        instance %= self.count
         before = self.is_retired(instance)
         self._attempts[instance] += 1
         self._passed[instance] += min(1.0, max(0.0, reward))
@@ -74,7 +83,8 @@ class Instances:
             return ""
         return (
             f"all {self.count} instances of the task are retired: each has a pass rate of {self._above:g} or more over "
-            f"at least {self._after} attempts (buffer.retire_above): the task is learned; train on a harder one"
+            f"at least {self._after} attempts (buffer.retire_above): the task is learned; train on a harder one, or "
+            "resume with buffer.retire_above = 0"
         )
 
     def choose(self, ticket: int, try_: int) -> int:

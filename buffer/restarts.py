@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FIXED = (
     "run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling", "deterministic",
-    "newest_first", "reuse", "instances",
+    "newest_first", "reuse",
 )  # fmt: skip
 """Rules that tickets which exist already were made by."""
 
@@ -33,9 +33,14 @@ FIXED = (
 def why_not_adopted(old: Rules, new: Rules) -> str:
     """Why a buffer that has worked by `old` rules cannot go on by the `new` ones; empty when it can."""
     differ = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
-    if not differ:
-        return ""
     values = "; ".join(f"{name} was {getattr(old, name)}, and is {getattr(new, name)}" for name in differ)
+    if old.instances and new.instances and old.instances != new.instances:
+        values += "; " * bool(values) + (
+            f"the task had {old.instances} training instances, and has {new.instances}: the history behind "
+            "buffer.retire_above and buffer.difficulty is of the old ones (one start with both off lets it begin anew)"
+        )
+    if not values:
+        return ""
     return f"the journal was written by other rules: {values}: resume with the old ones, or begin a new run"
 
 

@@ -203,6 +203,31 @@ def test_a_run_that_ended_in_an_error_goes_on_by_new_rules(tools, tmp_path):
     assert play.replay.groups.queue.total == 77 * play.rules.groups_per_step
 
 
+def test_the_history_of_instances_may_begin_and_end_with_a_new_life(tools, tmp_path):
+    """What is open goes on under the number that its instance was given when there was no history."""
+    play = tools.play(steps=100, max_staleness=3)
+    memory = Memory(play, tmp_path)
+    play.node("a")
+    step(play)
+    leased = play.attest("a") + play.want("a", 10**6)
+    history = play.rules._replace(instances=4, weighted=True, retire_above=0.5, retire_after=4)
+    for rules in (history, play.rules, history, history._replace(retire_above=0.0)):
+        memory.die()
+        assert tools.errors(memory.apply(BufferStarted(rules))) == []
+        for lease in leased:
+            play.deliver(lease, reward=1.0)
+        play.draw()
+        play.confirm()
+        leased = play.attest("a") + play.want("a", 10**6)
+        assert leased
+        assert all(lease.instance < 4 for lease in leased) == bool(rules.instances)
+    assert tools.errors(memory.apply(BufferStarted(play.rules._replace(instances=5)))) == [
+        "the journal was written by other rules: the task had 4 training instances, and has 5: the history behind "
+        "buffer.retire_above and buffer.difficulty is of the old ones (one start with both off lets it begin anew): "
+        "resume with the old ones, or begin a new run"
+    ]
+
+
 def test_reservations_have_the_size_of_the_rules_that_hold(tools, tmp_path):
     play = tools.play()
     memory = Memory(play, tmp_path)
