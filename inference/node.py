@@ -26,6 +26,7 @@ from async_rl.run.dial import dial_services
 from async_rl.run.exporter import Reading
 from async_rl.run.killpoints import reached
 from async_rl.run.model_cache import model_path
+from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.tasks.registry import load_task
 from async_rl.trajectory import Trajectory, decode_trajectory, encode_trajectory
@@ -369,6 +370,7 @@ def body(context: PoolContext) -> None:
         puller = PolicyPuller(store, scratch, inbox)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
         gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
+        settle()
         try:
             Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()
         finally:

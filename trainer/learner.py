@@ -17,6 +17,7 @@ from async_rl.run.dial import dial_services
 from async_rl.run.killpoints import reached
 from async_rl.run.metrics import MetricsWriter, Record, read_metrics
 from async_rl.run.model_cache import model_path
+from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.run.summary import build_summary
 from async_rl.version import PolicyId
@@ -346,6 +347,7 @@ class Learner:
 def run_learner(learner: Learner) -> None:
     """Learn, and whatever happens tell the others why it ended."""
     try:
+        settle()
         learner.learn()
     except Interrupted as interrupted:
         learner.finish(str(interrupted))
