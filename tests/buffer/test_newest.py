@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.version import VersionRun
 from buffer.newest import NewestFirst
 
 
@@ -69,3 +70,29 @@ def test_a_newer_group_overtakes_an_older_one_which_is_dropped_when_it_is_too_ol
     assert drawn == [0, 2, 1]
     assert batch.groups[0].arrived == (2, 2)
     assert play.replay.ledger["dropped.stale"] == 2  # what ticket 1 was under version 0
+
+
+def test_what_has_become_too_old_in_part_counts_at_the_size_of_the_rest_until_it_is_leased_again(tools):
+    """B = 1, K = 1. Ticket 0 has a sample of version 0 and one of version 1, and newer groups are drawn."""
+    play = tools.play(groups_per_step=1, max_staleness=1, newest_first=True)
+    first, second = play.node("a", 4)
+    play.result(first, 0)
+    newer = play.publish()
+    assert play.attest("a") == []
+    mixed = {"versions": (VersionRun(newer.version, newer.digest, 5),)}
+    play.result(first, 1, **mixed)
+    for sample in (0, 1):
+        play.result(second, sample, **mixed)
+    assert [group.ticket for batch in play.draw() for group in batch.groups] == [1]
+    play.confirm()
+    (third,) = play.attest("a") + play.want("a", 6)
+    play.deliver(third)
+    assert [group.ticket for batch in play.draw() for group in batch.groups] == [2]
+    play.confirm()
+    rest = len(f"{first.lease}/1")
+    assert (play.replay.reserved_bytes, play.replay.ready_bytes) == (0, rest)
+    (again,) = play.attest("a") + play.want("a", 7)
+    assert (again.ticket, again.samples) == (0, (0,))
+    assert (play.replay.reserved_bytes, play.replay.ready_bytes) == (play.rules.group_bytes, 0)
+    play.deliver(again)
+    assert play.replay.groups.by_ticket[0].ready
