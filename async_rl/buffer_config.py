@@ -113,8 +113,8 @@ def check_buffer(buffer: BufferConfig) -> None:
         raise ConfigError('[buffer] order = "replay" with reuse = 1 is fifo: set reuse to 2 or more, or order = "fifo"')
     if buffer.reuse > buffer.groups_per_step:
         raise ConfigError(
-            f"[buffer] reuse = {buffer.reuse} is more than groups_per_step = {buffer.groups_per_step}: one group of a "
-            "batch is always new, so none trains more often than there are groups in a batch: make reuse smaller"
+            f"[buffer] reuse = {buffer.reuse} is more than groups_per_step = {buffer.groups_per_step}: every "
+            "batch has a new group, so none can train that often on average: make reuse smaller"
         )
     if buffer.on_stale != "wait" and buffer.order != "fifo":
         raise ConfigError(
