@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.run.bench_staleness import is_run
+from async_rl.run.bench_staleness_plan import Grid, plan
 from async_rl.run.bench_staleness_results import (
     ON_POLICY,
     Place,
@@ -185,9 +187,14 @@ def _footnote(document: dict[str, Any]) -> list[str]:
     machine, runs = document["machine"], document["runs"]
     cpu = sum(run["train_cpu_s"] + run["sample_cpu_s"] for run in runs)
     libraries = ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())
+    planned = plan(Grid())
+    missing = [cell for cell in planned if not is_run(cell, runs)]
     return [
         f"{len(runs)} runs of {cpu / len(runs):.0f} CPU-seconds each, {document['made'][:10]}, {machine['processor']}, "
-        f"Python {machine['python']}, {libraries}."
+        f"Python {machine['python']}, {libraries}. Of the {len(planned)} runs that the command makes by default "
+        f"{len(planned) - len(missing)} are here, and {len(runs) - len(planned) + len(missing)} besides; it goes on "
+        "with the others when it is called with this file. They were made over two hours, while parts of the trainer "
+        "around the corrections were still being written.",
     ]
 
 
