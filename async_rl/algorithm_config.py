@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from async_rl.alarm_config import AlarmConfig
 from async_rl.credit_config import CreditConfig
-from async_rl.schema import ConfigError, NonNegative, PositiveFloat
+from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "presets"
 
@@ -67,6 +67,9 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     """A token's weight is multiplied by (1 + age)^-age_decay."""
     age_decay_of: Literal["all", "failures"] = "all"
     """failures: only where the advantage is negative; what went well stays worth learning however old it is."""
+    center_scores: Count = 0
+    """Take Σ μ log π over the sampler's k likeliest tokens from each token's log π, instead of a ratio; 0 is off, 32 is
+    usual, the vocabulary's size is the most. Each of the k takes 8 bytes a token."""
     alarms: AlarmConfig = AlarmConfig()
 
 
@@ -76,6 +79,8 @@ def check_algorithm(algorithm: AlgorithmConfig, *, updates_per_batch: int = 1) -
     if algorithm.loss:
         _check_custom_loss(algorithm)
     _check_surrogate(algorithm)
+    if algorithm.center_scores:
+        _check_centring(algorithm)
     if (algorithm.surrogate, algorithm.proximal) == ("decoupled_ppo", "recomputed") and updates_per_batch == 1:
         raise ConfigError(
             '[algorithm] surrogate = "decoupled_ppo" clips how far the steps on one batch go, and with one of them '
@@ -86,7 +91,7 @@ def check_algorithm(algorithm: AlgorithmConfig, *, updates_per_batch: int = 1) -
 
 REPLACED_BY_LOSS = (
     "surrogate", "dual_clip", "proximal", "clip_low", "clip_high", "gate", "veto", "negative_mask", "age_decay",
-    "age_decay_of",
+    "age_decay_of", "center_scores",
 )  # fmt: skip
 
 
@@ -151,6 +156,21 @@ def _check_surrogate(algorithm: AlgorithmConfig) -> None:
         )
 
 
+def _check_centring(algorithm: AlgorithmConfig) -> None:
+    k = algorithm.center_scores
+    if (algorithm.surrogate, algorithm.treatment) != ("policy_gradient", "uncorrected"):
+        raise ConfigError(
+            f"[algorithm] center_scores = {k} takes the place of the ratio, so with surrogate = "
+            f'"{algorithm.surrogate}" and treatment = "{algorithm.treatment}" the data would be corrected twice: set '
+            'surrogate = "policy_gradient" and treatment = "uncorrected"'
+        )
+    if chosen := _changed(algorithm, ("gate", "veto", "negative_mask")):
+        raise ConfigError(
+            f"[algorithm] {chosen[0]} chooses among tokens by what was sampled, and center_scores = {k} takes away the "
+            "mean over all that could have been: remove one of them"
+        )
+
+
 def _check_gate(algorithm: AlgorithmConfig) -> None:
     if algorithm.age_decay == 0 and _changed(algorithm, ("age_decay_of",)):
         raise ConfigError("[algorithm] age_decay_of has no meaning with age_decay = 0: set that above 0, or remove it")
@@ -185,6 +205,8 @@ def describe(algorithm: AlgorithmConfig) -> str:
         ratio = f"{algorithm.ratio_level}-level {ratio} {algorithm.ratio_low:g} … {algorithm.ratio_high:g}"
     if algorithm.age_power:
         ratio += f" by age^{algorithm.age_power:g}"
+    if algorithm.center_scores:
+        ratio += f", scores centred by {algorithm.center_scores} tokens"
     parts = [algorithm.advantage, f"loss {algorithm.loss}" if algorithm.loss else algorithm.surrogate, ratio]
     if algorithm.gate != "none":
         parts.append(f"{algorithm.gate_level}-level {algorithm.gate} at most {algorithm.gate_bound:g}")

@@ -190,6 +190,17 @@ def check_config(config: Config) -> None:
         )
     if inference.max_new_tokens >= inference.max_context:
         raise ConfigError("[inference] max_new_tokens leaves no room for a prompt in max_context")
+    if config.algorithm.center_scores and inference.handover != "discard":
+        raise ConfigError(
+            f"[algorithm] center_scores = {config.algorithm.center_scores} needs the sampler's likeliest tokens at "
+            "every token, which are not handed over with samples that go on elsewhere: set [inference] handover = "
+            '"discard"'
+        )
+    if config.algorithm.center_scores and inference.compile == "always":
+        raise ConfigError(
+            f"[algorithm] center_scores = {config.algorithm.center_scores} needs more of a decode step than the "
+            'compiled one gives: set [inference] compile = "auto" or "never"'
+        )
     if config.run.deterministic and (settings := lacking_for_determinism(config)):
         raise ConfigError(f"run.deterministic = true needs other settings: add {' '.join(settings)}")
     if buffer.capacity_bytes < batch_bytes(config):
@@ -223,13 +234,15 @@ def lacking_for_determinism(config: Config) -> list[str]:
 
 ATTEMPT_OVERHEAD_BYTES = 640  # header, names, reward components, a note of an error
 VERSION_RUN_BYTES = 80  # a version, a digest in hex, a count
+TOP_TOKEN_BYTES = 4 + 4  # an id and a log-probability of each of the sampler's likeliest tokens (async_rl.top_tokens)
 
 
 def group_bytes(config: Config) -> int:
     """The most that one group's payloads can take; reserved when the group is leased. A trajectory young enough to
     train spans at most max_staleness + 1 versions, and one more may come in while it waits."""
     runs = config.buffer.max_staleness + 2
-    attempt = config.inference.max_context * BYTES_PER_TOKEN + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
+    token = BYTES_PER_TOKEN + config.algorithm.center_scores * TOP_TOKEN_BYTES
+    attempt = config.inference.max_context * token + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
     return config.buffer.group_size * attempt
 
 

@@ -43,10 +43,11 @@ SOURCES = (compiled_build, decode_step, dense_decoder, sampling, slot_linear)
 
 
 class DecodeStep:
-    """Call it as inference.decode_step.decode_step, with the policy's slot first."""
+    """Call it as inference.decode_step.decode_step, with the policy's slot first. With `top` the mode must be "never":
+    a package returns sampled tokens alone."""
 
-    def __init__(self, mode: CompileMode, shape: DenseShape, device: torch.device) -> None:
-        self._mode, self._shape, self._device = mode, shape, device
+    def __init__(self, mode: CompileMode, shape: DenseShape, device: torch.device, top: int = 0) -> None:
+        self._mode, self._shape, self._device, self._top = mode, shape, device, top
         self._eager_s = 0.0
         # Known from the first call on, whose weights say what is to be compiled.
         self._package: Path | None = None
@@ -58,7 +59,7 @@ class DecodeStep:
         self._note = ""
 
     def __call__(self, slot: int, arguments: StepArguments) -> torch.Tensor:
-        """Tokens and log-probabilities, float64[2, n]."""
+        """See inference.decode_step.sampled."""
         if not self._done:
             self._consider(arguments)
         if self._compiled is not None:
@@ -66,7 +67,7 @@ class DecodeStep:
             if out is not None:
                 return out
         started = time.monotonic()
-        out = decode_step.decode_step(self._shape, *arguments)
+        out = decode_step.decode_step(self._shape, *arguments, self._top)
         self._eager_s += time.monotonic() - started
         return out
 

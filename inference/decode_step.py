@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from inference.dense_decoder import DenseShape, DenseWeights, decode_rows
-from inference.sampling import sample
+from inference.sampling import processed, sample
 
 
 class Draw(NamedTuple):
@@ -20,10 +20,16 @@ class Draw(NamedTuple):
     uniforms: torch.Tensor
 
 
-def sampled(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+def sampled(logits: torch.Tensor, draw: Draw, top: int = 0) -> torch.Tensor:
     """Tokens and their log-probabilities, float64[2, n]: both are exact in it, so that one transfer brings them to the
-    host."""
-    return torch.stack([part.double() for part in sample(logits, *draw)])
+    host. With `top` = k, [2 + 2k, n]: below them the ids of each row's k likeliest tokens, and then their
+    log-probabilities in the distribution that was sampled from."""
+    logprobs = processed(logits, draw.temperature)
+    out = torch.stack([part.double() for part in sample(logprobs, draw.greedy, draw.uniforms)])
+    if not top:
+        return out
+    values, ids = logprobs.topk(top, dim=1)
+    return torch.cat([out, ids.T.double(), values.T.double()])
 
 
 def decode_step(
@@ -36,6 +42,7 @@ def decode_step(
     positions_n: torch.Tensor,
     seen_l: torch.Tensor,
     draw: Draw,
+    top: int = 0,
 ) -> torch.Tensor:
     """See dense_decoder.decode_rows and `sampled`."""
-    return sampled(decode_rows(shape, weights, rotation, keys, values, ids_n, positions_n, seen_l), draw)
+    return sampled(decode_rows(shape, weights, rotation, keys, values, ids_n, positions_n, seen_l), draw, top)

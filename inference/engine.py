@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import AsyncRLError
+from async_rl.top_tokens import TopTokens
 from async_rl.trajectory import Finish
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import SamplingParams
@@ -77,7 +78,8 @@ class Request(NamedTuple):
 class Completion(NamedTuple):
     """What came of a request: tokens int32[m] including the stop token, logprobs float32[m] (natural log), version
     runs over the m tokens; `queued_s` and `sampling_s` in seconds. An aborted one carries what was sampled. All of it
-    includes the request's prefix, whose tokens are the first `resumed`."""
+    includes the request's prefix, whose tokens are the first `resumed`. `top`: what was likeliest at each of the m
+    places, where the engine was made to say so."""
 
     key: tuple[int, int]
     tokens: npt.NDArray[np.int32]
@@ -87,6 +89,7 @@ class Completion(NamedTuple):
     queued_s: float
     sampling_s: float
     resumed: int = 0
+    top: TopTokens | None = None
 
 
 class Installed(NamedTuple):

@@ -29,6 +29,7 @@ def _torch(config: Config, model_path: Path) -> Engine:
         dtype=config.model.dtype if inference.dtype == "auto" else inference.dtype,
         compile_mode=inference.compile,
         exact=config.run.deterministic,
+        top_tokens=config.algorithm.center_scores,
     )
 
 

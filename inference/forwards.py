@@ -40,8 +40,8 @@ class Forward(Protocol):
     def decode(
         self, slot: int, start: int, ids_n: torch.Tensor, positions_n: torch.Tensor, length: int, draw: Draw
     ) -> torch.Tensor:
-        """One token for each of rows [start:start+n), of which `length` positions are read; returns the next tokens
-        and their log-probabilities, float64[2, n]."""
+        """One token for each of rows [start:start+n), of which `length` positions are read; returns what
+        inference.decode_step.sampled does."""
 
     def prefill(
         self, slot: int, ids_bt: torch.Tensor, last_b: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
@@ -66,9 +66,9 @@ class TransformersForward:
     """The model as it is. Its linear layers compute with the slot that `active` names."""
 
     def __init__(
-        self, model: PreTrainedModel, config: PreTrainedConfig, active: ActiveSlot, rows: int, positions: int
+        self, model: PreTrainedModel, config: PreTrainedConfig, active: ActiveSlot, rows: int, positions: int, top: int
     ) -> None:
-        self._model, self._config, self._active = model, config, active
+        self._model, self._config, self._active, self._top = model, config, active, top
         self.why = ""  # it is this one that is used
         self._windows = layer_windows(config)
         self._cache_argument, self._chooses_logits = forward_parameters(model)
@@ -80,7 +80,8 @@ class TransformersForward:
     ) -> torch.Tensor:
         self._active.index = slot
         self.cache.begin_decode(start, start + len(ids_n), positions_n, length)
-        return sampled(self._forward(ids_n[:, None], positions_n[:, None], length, self.cache)[:, -1], draw)
+        logits = self._forward(ids_n[:, None], positions_n[:, None], length, self.cache)[:, -1]
+        return sampled(logits, draw, self._top)
 
     def prefill(
         self, slot: int, ids_bt: torch.Tensor, last_b: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
@@ -198,14 +199,16 @@ def make_forward(
     rows: int,
     positions: int,
     compile_mode: CompileMode,
+    top: int,
 ) -> Forward:
-    """The lean forward where it is right, else transformers' own, which is never compiled."""
-    plain = TransformersForward(model, config, active, rows, positions)
+    """The lean forward where it is right, else transformers' own, which is never compiled. `top` as in
+    inference.decode_step.sampled."""
+    plain = TransformersForward(model, config, active, rows, positions, top)
     plain.why = why_not_dense(config) or ""
     if not plain.why:
         try:
             dense = DenseModel(model, config)
-            step = DecodeStep(compile_mode, dense.shape, model.device)
+            step = DecodeStep(compile_mode, dense.shape, model.device, top)
             lean = DenseForward(dense, step, plain.cache, plain.vocab, positions)
             error = _difference(plain, lean, positions)
         except (AttributeError, RuntimeError) as failure:  # it is not built as its type's name promises

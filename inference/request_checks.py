@@ -22,8 +22,16 @@ def check_ids(what: str, ids: npt.NDArray[np.int32], vocab: int) -> None:
         raise EngineError(f"{what} holds token id {bad}, outside the model's vocabulary of {vocab}")
 
 
-def check_request(request: Request, vocab: int, max_context: int) -> None:
-    """Prompt and sampling parameters that the torch engine can serve within `max_context` tokens."""
+def check_top_tokens(top: int, vocab: int) -> None:
+    if not 0 <= top <= vocab:
+        raise EngineError(
+            f"[algorithm] center_scores = {top}: the model's vocabulary has {vocab} tokens, so at most these"
+        )
+
+
+def check_request(request: Request, vocab: int, max_context: int, top: int = 0) -> None:
+    """Prompt and sampling parameters that the torch engine can serve within `max_context` tokens, with the `top`
+    likeliest tokens at each."""
     prompt, sampling = request.prompt, request.sampling
     name = request_name(request)
     check_ids(f"the prompt of {name}", prompt, vocab)
@@ -33,6 +41,11 @@ def check_request(request: Request, vocab: int, max_context: int) -> None:
             f"{max_context}: shorten it or raise [inference] max_context"
         )
     if request.prefix is not None:
+        if top:
+            raise EngineError(
+                f"the prefix of {name} lacks the likeliest tokens at each place, which [algorithm] center_scores = "
+                f'{top} needs: set [inference] handover = "discard" on every node'
+            )
         _check_prefix(request, vocab, max_context)
     if sampling.top_p != 1.0:
         raise EngineError(f"{name}: top_p is {sampling.top_p}, but the torch engine samples with top_p = 1 only")

@@ -13,6 +13,7 @@ import numpy as np
 
 from async_rl.tasks.rendering import decode, render
 from async_rl.tasks.task import Task, instance_of
+from async_rl.top_tokens import top_extras
 from async_rl.trajectory import (
     MaskReason,
     Segment,
@@ -215,12 +216,14 @@ class RolloutBook:
     def _segment(self, completion: Completion) -> Segment:
         prompt = self._open[completion.key[0]].prompt
         n_prompt, n_new = len(prompt), len(completion.tokens)
+        trains = self._open[completion.key[0]].lease.split == "train"
         return Segment(
             tokens=np.concatenate([prompt, completion.tokens]),
             logprobs=np.concatenate([np.zeros(n_prompt, np.float32), completion.logprobs]),
             mask=np.repeat(np.array([MaskReason.PROMPT, MaskReason.SAMPLED], np.uint8), [n_prompt, n_new]),
             versions=completion.versions,
             finish=completion.finish,
+            extras=top_extras(completion.top, n_prompt) if completion.top is not None and trains else {},
         )
 
     def _failed(self, key: tuple[int, int], status: Any, note: str) -> Trajectory:

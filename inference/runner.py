@@ -43,7 +43,8 @@ class Draws(NamedTuple):
 
 class ModelRunner:
     """The model, its linear layers with `policy_slots` slots, and `rows` x `positions` of KV cache. `exact`: the bits
-    of a row's results do not depend on the other rows (inference.exact_shapes); raises EngineError where they would."""
+    of a row's results do not depend on the other rows (inference.exact_shapes); raises EngineError where they would.
+    `top`: how many of the likeliest tokens come with each that is sampled (inference.decode_step.sampled)."""
 
     def __init__(
         self,
@@ -56,9 +57,10 @@ class ModelRunner:
         dtype: str,
         compile_mode: CompileMode,
         exact: bool = False,
+        top: int = 0,
     ) -> None:
         self.device = device
-        self._exact = exact
+        self._exact, self._top = exact, top
         if exact:
             # Room for a whole block, and a position that no request has.
             rows, positions = max(rows, BLOCK), positions + 1
@@ -78,7 +80,7 @@ class ModelRunner:
         active = ActiveSlot()
         self.linears = wrap_linears(self.model, active, policy_slots)
         with torch.no_grad():
-            self.forward = make_forward(self.model, self.config, active, rows, positions, compile_mode)
+            self.forward = make_forward(self.model, self.config, active, rows, positions, compile_mode, top)
         self.cache, self.vocab = self.forward.cache, self.forward.vocab
         # Some models have more logits than embeddings, or the reverse; a token must have both.
         self.input_vocab = min(self.model.get_input_embeddings().weight.shape[0], self.vocab)
@@ -93,8 +95,7 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], rows: IntArray, draws: Draws) -> Sampled:
         """For each of n rows: compute its sequence from position 0 under a policy slot, store the keys and values, and
-        sample the token that follows: tokens and their log-probabilities, float64[2, n]. Equal sequences are computed
-        once."""
+        sample the token that follows: see inference.decode_step.sampled. Equal sequences are computed once."""
         distinct = {tokens.tobytes(): tokens for tokens in sequences}
         number = {key: i for i, key in enumerate(sorted(distinct, key=len))}
         members = np.array([number[tokens.tobytes()] for tokens in sequences])
@@ -106,7 +107,7 @@ class ModelRunner:
         logits_nv = torch.cat(logits)[self._to_device(members)]
         if self._exact:
             return self._sample_in_blocks(logits_nv, draws)
-        return self._to_host(sampled(logits_nv, self._draw(draws)))
+        return self._to_host(sampled(logits_nv, self._draw(draws), self._top))
 
     def _prefill_chunk(
         self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], members: IntArray, rows: IntArray
@@ -120,7 +121,7 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, slot: int, start: int, tokens: IntArray, positions: IntArray, draws: Draws) -> Sampled:
         """One token for each of rows [start:start+n) under a policy slot: tokens int64[n] go to `positions` int64[n].
-        Returns the next tokens and their log-probabilities, float64[2, n]."""
+        Returns what inference.decode_step.sampled does."""
         if self._exact:
             whole = range(start, start + len(tokens))
             parts = [
@@ -144,7 +145,8 @@ class ModelRunner:
         for block in blocks(range(len(logits_nv)), max(len(logits_nv), BLOCK)):
             logits_bv = logits_nv.new_zeros(BLOCK, logits_nv.shape[1])
             logits_bv[block.used] = logits_nv[block.source]
-            parts.append(self._to_host(sampled(logits_bv, self._draw(block_draws(block, draws))))[:, block.used])
+            draw = self._draw(block_draws(block, draws))
+            parts.append(self._to_host(sampled(logits_bv, draw, self._top))[:, block.used])
         return np.concatenate(parts, axis=1)
 
     @torch.inference_mode()

@@ -1,4 +1,5 @@
-"""The buffers of running requests: tokens, log-probabilities, stamps and random numbers, all on the host.
+"""The buffers of running requests: tokens, log-probabilities, likeliest tokens, stamps and random numbers, all on the
+host.
 
 A request keeps its seat from start to end, while its row in the batch changes as others end. All seats are arrays, so
 that what a step sampled for all rows is written down at once.
@@ -11,26 +12,32 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.top_tokens import TopTokens
 from inference.engine import Request
 from inference.rows import IntArray
 from inference.sampling import request_uniforms
 
 
 class Taken(NamedTuple):
-    """What a seat holds of a request's answer: tokens int32[m], logprobs float32[m], stamps int64[m]."""
+    """What a seat holds of a request's answer: tokens int32[m], logprobs float32[m], stamps int64[m], and the likeliest
+    tokens [m, k] where they are kept."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     stamps: IntArray
+    top: TopTokens | None
 
 
 class Seats:
-    """`seats` requests of at most `positions` tokens each, prompt included."""
+    """`seats` requests of at most `positions` tokens each, prompt included, with the `top` likeliest at each."""
 
-    def __init__(self, seats: int, positions: int) -> None:
+    def __init__(self, seats: int, positions: int, top: int = 0) -> None:
         self._free = list(range(seats))
         self._sequences = np.zeros((seats, positions), dtype=np.int32)
         self._logprobs = np.zeros((seats, positions), dtype=np.float32)
+        self._top = TopTokens(
+            np.zeros((seats, positions, top), dtype=np.int32), np.zeros((seats, positions, top), dtype=np.float32)
+        )
         self._stamps = np.zeros((seats, positions), dtype=np.int64)
         self._uniforms = np.zeros((seats, positions), dtype=np.float64)
 
@@ -55,6 +62,7 @@ class Seats:
             self._sequences[seat, length - produced : length].copy(),
             self._logprobs[seat, :produced].copy(),
             self._stamps[seat, :produced].copy(),
+            TopTokens(*(values[seat, :produced].copy() for values in self._top)) if self._top.ids.size else None,
         )
 
     def sequence(self, seat: int, length: int) -> npt.NDArray[np.int32]:
@@ -66,12 +74,12 @@ class Seats:
         numbers: npt.NDArray[np.float64] = self._uniforms[seats, produced]
         return numbers
 
-    def record(
-        self, rows: np.ndarray[Any, np.dtype[np.void]], tokens: IntArray, logprobs: npt.NDArray[np.float64]
-    ) -> None:
+    def record(self, rows: np.ndarray[Any, np.dtype[np.void]], sampled: npt.NDArray[np.float64]) -> None:
         """Write down one new token for each of `rows` (records of ROW_DTYPE, as they were before it), stamped with
-        the policy whose forward made it."""
+        the policy whose forward made it; `sampled` is float64[2 + 2·top, n] as inference.decode_step.sampled."""
         seats, produced = rows["seat"], rows["produced"]
-        self._sequences[seats, rows["length"]] = tokens
-        self._logprobs[seats, produced] = logprobs
+        self._sequences[seats, rows["length"]] = sampled[0]
+        self._logprobs[seats, produced] = sampled[1]
+        if len(sampled) > 2:
+            self._top.ids[seats, produced], self._top.logprobs[seats, produced] = np.split(sampled[2:].T, 2, axis=1)
         self._stamps[seats, produced] = rows["policy"]

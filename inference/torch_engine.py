@@ -29,7 +29,7 @@ from inference.compiled_step import CompileMode
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Prefix, Request
 from inference.model_loading import pick_device, stop_table
 from inference.proof import LOGPROB_BOUNDS
-from inference.request_checks import check_ids, check_request, request_name
+from inference.request_checks import check_ids, check_request, check_top_tokens, request_name
 from inference.resident import ResidentPolicies
 from inference.rows import DEAD, ROW_DTYPE, IntArray, plan_rows, policy_ranges
 from inference.runner import Draws, ModelRunner, Sampled
@@ -59,7 +59,8 @@ class _Attempt:
 class TorchEngine:
     """Implements inference.engine.Engine. `slots` requests run at once, each of at most `max_context` tokens, prompt
     included; `stop_tokens` end a request (default: the model's own end tokens). With `exact` a pinned request gets the
-    same bits whatever else runs (inference.exact_shapes)."""
+    same bits whatever else runs (inference.exact_shapes). A completion has the `top_tokens` likeliest tokens at each
+    place; then the decode step stays eager, and a prefix, which lacks them, is refused."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class TorchEngine:
         compile_mode: CompileMode = "auto",
         stop_tokens: Collection[int] | None = None,
         exact: bool = False,
+        top_tokens: int = 0,
     ) -> None:
         if slots < 1 or max_context < 2:
             raise EngineError(f"slots is {slots} and max_context is {max_context}: need at least 1 and 2")
@@ -84,12 +86,15 @@ class TorchEngine:
             policy_slots=max_resident,
             device=pick_device(device),
             dtype=dtype,
-            compile_mode="never" if exact else compile_mode,
+            compile_mode="never" if exact or top_tokens else compile_mode,
             exact=exact,
+            top=top_tokens,
         )
         self._exact = exact
         self._slots, self._max_context = slots, max_context
         self.vocabulary_size = self._runner.input_vocab
+        check_top_tokens(top_tokens, self.vocabulary_size)
+        self._top_tokens = top_tokens
         self._is_stop = stop_table(self._runner.model, self._runner.vocab, stop_tokens)
 
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
@@ -104,7 +109,7 @@ class TorchEngine:
         self._n = 0  # rows [0:n) are in use, those that ended since the last arrangement included
         self._split = False  # whether rows of one policy may be apart
         self._attempts: dict[int, _Attempt] = {}  # by seat
-        self._seats = Seats(slots, max_context)
+        self._seats = Seats(slots, max_context, top_tokens)
 
     # --- what the node may ask ---------------------------------------------------------------------------------------
 
@@ -225,7 +230,7 @@ class TorchEngine:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        check_request(request, self.vocabulary_size, self._max_context)
+        check_request(request, self.vocabulary_size, self._max_context, self._top_tokens)
         if request.key in self._waiting or request.key in self._seat_of:
             raise EngineError(f"{request_name(request)}: already submitted and not finished")
         policy = request.policy
@@ -389,7 +394,7 @@ class TorchEngine:
         """Write down what was sampled for rows `index`, and end the requests that are done."""
         rows = self._rows[index]
         ids, produced = sampled[0].astype(np.int64), rows["produced"] + 1
-        self._seats.record(rows, ids, sampled[1])
+        self._seats.record(rows, sampled)
         self._rows["token"][index] = ids
         self._rows["length"][index] = rows["length"] + 1
         self._rows["produced"][index] = produced
@@ -403,13 +408,13 @@ class TorchEngine:
         attempt = self._attempts.pop(seat)
         key, so_far = attempt.request.key, attempt.request.prefix or NOTHING
         del self._seat_of[key]
-        tokens, logprobs, stamps = self._seats.leave(seat, length, produced)
+        tokens, logprobs, stamps, top = self._seats.leave(seat, length, produced)
         queued_s = so_far.queued_s + attempt.started - attempt.submitted
         sampling_s = so_far.sampling_s + time.monotonic() - attempt.started
         self._unbind(attempt)
         self._rows["alive"][row] = self._rows["stale"][row] = 0
         runs, resumed = self._stamps.runs(stamps), len(so_far.tokens)
-        return Completion(key, tokens, logprobs, runs, finish, queued_s, sampling_s, resumed)
+        return Completion(key, tokens, logprobs, runs, finish, queued_s, sampling_s, resumed, top)
 
     def _arrange(self, new: IntArray | None = None) -> IntArray:
         """Make rows compact and sorted by policy, with room for new requests of policies `new`; returns their rows."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.top_tokens import TopTokens
 from trainer.canary import Canary
 
 
@@ -20,7 +21,8 @@ class Sample(NamedTuple):
     """One segment to train on, all arrays of length n (flat, unpadded): token ids int32, behaviour log-probabilities
     float32 (natural log, at sampling temperature), mask uint8 (0 = sampled, trains), token ages int32 in versions
     (for_version - the token's; only meaningful where mask is 0), `advantage` of its attempt, and the index of the
-    attempt and group within the batch (what "sequence" and "prompt" mean in a loss)."""
+    attempt and group within the batch (what "sequence" and "prompt" mean in a loss). `top`: the sampler's likeliest
+    tokens at each place, [n, k], where scores are centred."""
 
     tokens: npt.NDArray[np.int32]
     behaviour: npt.NDArray[np.float32]
@@ -29,6 +31,7 @@ class Sample(NamedTuple):
     advantage: float
     attempt: int
     group: int
+    top: TopTokens | None = None
 
 
 class StepResult(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 from async_rl.config import Config
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
+from async_rl.top_tokens import check_top, top_of
 from async_rl.trajectory import (
     MaskReason,
     Trajectory,
@@ -65,7 +66,7 @@ class TrainingBatch(NamedTuple):
 def prepare(received: Received, config: Config, vocabulary_size: int) -> TrainingBatch:
     """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare, or for rewards that
     the configured advantage is not for."""
-    credit, max_staleness, on_stale = config.algorithm, config.buffer.max_staleness, config.buffer.on_stale
+    credit, max_staleness = config.algorithm, config.buffer.max_staleness
     batch: Batch = received.message
     trajectories = _trajectories(received)
     sizes = [group.size for group in batch.groups]
@@ -74,7 +75,7 @@ def prepare(received: Received, config: Config, vocabulary_size: int) -> Trainin
     groups = np.repeat(np.arange(len(sizes)), sizes)
     kept, dispositions = [], []
     for group, trajectory in zip(groups, trajectories, strict=True):
-        outcome = _outcome(trajectory, batch.for_version, max_staleness, vocabulary_size, on_stale)
+        outcome = _outcome(trajectory, batch.for_version, vocabulary_size, config)
         dispositions.append(Disposition(trajectory.lease, trajectory.sample, outcome))
         if outcome == "trained":
             kept.append((int(group), trajectory))
@@ -92,6 +93,7 @@ def prepare(received: Received, config: Config, vocabulary_size: int) -> Trainin
             batch.for_version,
             max_staleness,
             credit.truncated == "mask",
+            credit.center_scores > 0,
         )
     ]
     ages = np.concatenate(
@@ -175,18 +177,19 @@ def _trajectories(received: Received) -> list[Trajectory]:
         raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
 
 
-def _outcome(
-    trajectory: Trajectory, for_version: int, max_staleness: int, vocabulary_size: int, on_stale: str
-) -> Outcome:
+def _outcome(trajectory: Trajectory, for_version: int, vocabulary_size: int, config: Config) -> Outcome:
+    centred, buffer = config.algorithm.center_scores, config.buffer
     try:
         check_trajectory(trajectory, vocabulary_size)
+        for arrays in segment_arrays(trajectory) if centred else ():
+            check_top(arrays, centred, vocabulary_size, f"attempt {trajectory.attempt}")
         if not trajectory.versions:
             raise TrajectoryError(f"attempt {trajectory.attempt}: nothing was sampled (status {trajectory.status})")
     except TrajectoryError as error:
         log.error("refused: %s (node %s)", error, trajectory.node)
         return "refused"
-    judged = judged_version(trajectory.versions, on_stale)
-    return "stale" if is_stale(for_version, judged, max_staleness) else "trained"
+    judged = judged_version(trajectory.versions, buffer.on_stale)
+    return "stale" if is_stale(for_version, judged, buffer.max_staleness) else "trained"
 
 
 def _samples(
@@ -197,6 +200,7 @@ def _samples(
     for_version: int,
     max_staleness: int,
     mask_truncated: bool,
+    centred: bool,
 ) -> Sequence[Sample]:
     """Tokens older than `max_staleness` do not train: where an attempt may have some, they are masked. Nor, with
     `mask_truncated`, do those of an answer that was cut."""
@@ -212,5 +216,6 @@ def _samples(
             mask = np.where(sampled, np.uint8(MaskReason.TRUNCATED), mask)
         if too_old.any():
             mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
-        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group))
+        top = top_of(arrays) if centred else None
+        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group, top))
     return samples

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from async_rl.errors import AsyncRLError
-from trainer.head import CHUNK_BYTES, head_logprobs, selected
+from trainer.head import CHUNK_BYTES, Mixture, head_logprobs, head_logprobs_and_mean, mean_of, selected
 from trainer.packed_attention import NAME, Layout, Unpackable, make_layout
 from trainer.packing import pack
 
@@ -112,12 +112,27 @@ class Scorer:
         """Log-probability of each wanted token, [n], at `temperature`, in float32 (or wider if the model is): logits
         are divided by the temperature and normalised in that dtype. Differentiable unless under no_grad."""
         if not self.chunked:
-            return self._all_at_once(rows, temperature)
-        hidden = _decoder(self.model)(**_inputs(rows)).last_hidden_state
-        hidden = hidden.reshape(-1, hidden.shape[-1])[rows.position]
-        return head_logprobs(hidden, self.head, rows.target, temperature, self.chunk_bytes)
+            return selected(self._all_logits(rows), rows.target, temperature)
+        return head_logprobs(self._hidden(rows), self.head, rows.target, temperature, self.chunk_bytes)
 
-    def _all_at_once(self, rows: Rows, temperature: float) -> torch.Tensor:
+    def logprobs_and_mean(self, rows: Rows, mixture: Mixture, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs`, and at each wanted token's place the mean Σ_j w_j log π(j) over the tokens of its mixture: [n]
+        both, from one pass."""
+        if not self.chunked:
+            logits = self._all_logits(rows)
+            return selected(logits, rows.target, temperature), mean_of(logits, mixture, temperature)
+        hidden = self._hidden(rows)
+        return head_logprobs_and_mean(hidden, self.head, rows.target, mixture, temperature, self.chunk_bytes)
+
+    def _hidden(self, rows: Rows) -> torch.Tensor:
+        """What the head takes at the place of each wanted token: [n, width]."""
+        hidden = _decoder(self.model)(**_inputs(rows)).last_hidden_state
+        wanted: torch.Tensor = hidden.reshape(-1, hidden.shape[-1])[rows.position]
+        return wanted
+
+    def _all_logits(self, rows: Rows) -> torch.Tensor:
+        """[n, vocabulary], of all wanted tokens."""
+
         # A hook that leaves the head only what is wanted, instead of calling the head ourselves, keeps what a model
         # does to its logits afterwards (scaling, soft caps).
         def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -129,7 +144,8 @@ class Scorer:
             logits = self.model(**_inputs(rows)).logits
         finally:
             handle.remove()
-        return selected(logits[0], rows.target, temperature)
+        of_all: torch.Tensor = logits[0]
+        return of_all
 
     @torch.no_grad()
     def _try_packing(self) -> str:

@@ -24,6 +24,7 @@ from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import write_adapter
+from async_rl.schema import ConfigError
 from async_rl.trajectory import MaskReason
 from trainer import optimizer_state
 from trainer.activation_checkpointing import checkpoint_layers
@@ -34,6 +35,7 @@ from trainer.algorithm.reference_kl import k3, partial_penalty
 from trainer.algorithm.tokens import TokenData, floored
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
+from trainer.head import Mixture
 from trainer.logprobs import Rows, Scorer, vocabulary_size
 from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
 from trainer.minibatches import Snapshot, split_groups
@@ -44,13 +46,15 @@ log = logging.getLogger("trainer")
 
 class Batch(NamedTuple):
     """A batch's trained tokens. `rows` are the samples that have any, `wanted` the places of their trained tokens,
-    `start` where each row's tokens begin in the flat `data` and `coefficients` (sample order)."""
+    `start` where each row's tokens begin in the flat `data` and `coefficients` (sample order), and in `top`, the
+    sampler's likeliest tokens with their probabilities, where scores are centred."""
 
     rows: list[int]
     wanted: list[npt.NDArray[np.intp]]
     start: npt.NDArray[np.int64]
     data: TokenData
     coefficients: torch.Tensor
+    top: Mixture | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -120,6 +124,11 @@ class TorchBackend:
         )
         self.optimizer_steps = 0
         self.vocabulary_size = vocabulary_size(self.model)
+        if algorithm.center_scores > self.vocabulary_size:
+            raise ConfigError(
+                f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has "
+                f"{self.vocabulary_size} tokens, so at most these"
+            )
         self.modules = tuple(target.name for target in self.targets.modules)
         self._dtype = next(iter(self.parameters.values())).dtype  # float32, or what is wider
 
@@ -128,9 +137,10 @@ class TorchBackend:
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
         """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, those of
         `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage, with a loss of one's own of all
-        tokens, that move the policy: neither gated nor beyond a clip), and with a reference in the loss `reference_kl`,
-        the mean k3 of the policy against it. A skipped batch moves nothing, not even by weight decay, but its metrics
-        and proximal log-probabilities are real.
+        tokens, that move the policy: neither gated nor beyond a clip), with a reference in the loss `reference_kl`, the
+        mean k3 of the policy against it, and with centred scores `top_mass`, the mean probability of the sampler's
+        likeliest tokens together. A skipped batch moves nothing, not even by weight decay, but its metrics and proximal
+        log-probabilities are real.
         Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
 
         With trainer.updates_per_batch above 1 a pass without gradient comes first, for the proximal log-probabilities;
@@ -151,6 +161,8 @@ class TorchBackend:
         metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
         judged = batch.n_tokens if self.algorithm.loss else int(batch.data.advantage.count_nonzero())
         metrics["learning_fraction"] = sum(each.before.learning for each in updates) / judged if judged else 1.0
+        if batch.top is not None and batch.n_tokens:
+            metrics["top_mass"] = float(batch.top.weights.double().sum(1).mean())
         if before.reference is not None and batch.n_tokens:
             metrics["reference_kl"] = float(k3((before.reference - before.proximal).double()).mean())
         return StepResult(metrics, _unflatten(samples, batch, before.proximal), skipped=norm == 0)
@@ -225,7 +237,28 @@ class TorchBackend:
             age=flat(np.concatenate([np.zeros(0, np.int32), *ages]), torch.int64),
         )
         start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return Batch(rows, wanted, start, data, batch_coefficients(attempt, group, self.algorithm))
+        top = self._top([samples[row] for row in rows], wanted) if self.algorithm.center_scores else None
+        return Batch(rows, wanted, start, data, batch_coefficients(attempt, group, self.algorithm), top)
+
+    def _top(self, samples: Sequence[Sample], wanted: Sequence[npt.NDArray[np.intp]]) -> Mixture:
+        """The sampler's likeliest tokens at every trained one, and their probabilities."""
+        k = self.algorithm.center_scores
+        ids, logprobs = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
+        for sample, places in zip(samples, wanted, strict=True):
+            if sample.top is None or sample.top.ids.shape != (len(sample.tokens), k):
+                raise AsyncRLError(f"attempt {sample.attempt} of the batch: no {k} likeliest tokens at each place")
+            ids.append(sample.top.ids[places].astype(np.int64))
+            logprobs.append(sample.top.logprobs[places])
+        probabilities = torch.from_numpy(np.concatenate(logprobs)).to(self.device, self._dtype).exp()
+        return Mixture(torch.from_numpy(np.concatenate(ids)).to(self.device), probabilities)
+
+    def _forward(self, rows: Rows, batch: Batch, where: torch.Tensor) -> tuple[torch.Tensor, TokenData]:
+        """log π_θ of a micro-batch's tokens [n], and what else the loss knows of them."""
+        data = batch.data.at(where)
+        if batch.top is None:
+            return floored(self.scorer.logprobs(rows, self.temperature)), data
+        current, expected = self.scorer.logprobs_and_mean(rows, batch.top.at(where), self.temperature)
+        return floored(current), data._replace(expected=expected)
 
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
         """Gradients are accumulated when they are enabled."""
@@ -236,8 +269,7 @@ class TorchBackend:
         for rows, where in self._micro_batches(samples, batch):
             if reference is not None:
                 reference[where] = self._reference_logprobs(rows)
-            current = floored(self.scorer.logprobs(rows, self.temperature))
-            data = batch.data.at(where)
+            current, data = self._forward(rows, batch, where)
             coefficients = batch.coefficients[where]
             loss = partial_loss(current, data, coefficients, self.algorithm)
             if loss.requires_grad:

@@ -24,11 +24,13 @@ STEP = 0.15  # of the random walk of each logit, per version
 
 class Problem(NamedTuple):
     """Every answer's tokens, flat: `where` int64 [n, 3] is (place, token before, token), `answer` int64 [n]. Logits
-    float64 [3, 3, 3] of the trained policy, log μ [n] and ages int64 [n] of the tokens, `advantage` [answers]."""
+    float64 [3, 3, 3] of the trained policy and of the one that sampled, log μ [n] and ages int64 [n] of the tokens,
+    `advantage` [answers]."""
 
     where: torch.Tensor
     answer: torch.Tensor
     logits: torch.Tensor
+    sampling: torch.Tensor
     behaviour: torch.Tensor
     age: torch.Tensor
     advantage: torch.Tensor
@@ -59,6 +61,7 @@ def problem(age: int, longest: int = LONGEST, seed: int = 0, one_sided: bool = F
         places,
         torch.tensor([index for index, each in enumerate(listed) for _ in each]),
         torch.from_numpy(logits),
+        torch.from_numpy(sampling),
         token_logprobs(torch.from_numpy(sampling), places),
         torch.where(places[:, 0] == 2, max(age - 1, 0), age),
         torch.from_numpy(np.abs(advantage) if one_sided else advantage),
@@ -91,13 +94,37 @@ def on_policy_gradient(given: Problem) -> torch.Tensor:
     return ((probability * given.advantage)[given.answer, None] * score(given)).sum(0)
 
 
+def top_probabilities(given: Problem, k: int) -> torch.Tensor:
+    """μ of each token's alternatives, 0 where they are not among the k likeliest: [n, 3]."""
+    place, before, _ = given.where.T
+    probability = torch.softmax(given.sampling, -1)[place, before]
+    kept = probability.argsort(1, descending=True)[:, :k]
+    return torch.zeros_like(probability).scatter(1, kept, probability.gather(1, kept))
+
+
+def expected_score(given: Problem, k: int) -> torch.Tensor:
+    """Σ_j μ_j ∇ log π(j) = Σ_j μ_j (onehot_j - π) over the k likeliest at each token: [n, 27]."""
+    place, before, _ = given.where.T
+    top, rows = top_probabilities(given, k), torch.arange(len(place))
+    out = torch.zeros(len(place), LONGEST, TOKENS, TOKENS, dtype=torch.float64)
+    out[rows, place, before] = top - top.sum(1, keepdim=True) * torch.softmax(given.logits, -1)[place, before]
+    return out.flatten(1)
+
+
 def estimates(given: Problem, algorithm: AlgorithmConfig) -> torch.Tensor:
     """The ascent direction that each answer gives under a correction: [answers, 27]."""
     current = token_logprobs(given.logits, given.where).requires_grad_()
-    data = TokenData(given.behaviour, given.advantage[given.answer], given.answer, given.age)
-    (slope,) = torch.autograd.grad(token_losses(current, data, algorithm).sum(), current)
-    zero = torch.zeros(len(given.advantage), 27, dtype=torch.float64)
-    return zero.index_add(0, given.answer, -slope[:, None] * score(given))
+    data, inputs = TokenData(given.behaviour, given.advantage[given.answer], given.answer, given.age), [current]
+    k = algorithm.center_scores
+    if k:
+        place, before, _ = given.where.T
+        logprobs = torch.log_softmax(given.logits, -1)[place, before]
+        expected = (top_probabilities(given, k) * logprobs).sum(1).requires_grad_()
+        data, inputs = data._replace(expected=expected), [current, expected]
+    slopes = torch.autograd.grad(token_losses(current, data, algorithm).sum(), inputs)
+    directions = [score(given), *([expected_score(given, k)] if k else [])]
+    each = -sum(slope[:, None] * direction for slope, direction in zip(slopes, directions, strict=True))
+    return torch.zeros(len(given.advantage), 27, dtype=torch.float64).index_add(0, given.answer, each)
 
 
 def expectation(given: Problem, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from async_rl.config import Config, ConfigError, config_from_table, config_table
 PPO = {"surrogate": "ppo", "treatment": "clip", "ratio_low": 0.8}
 LEAST: dict[str, Any] = {"model": {"path": "somewhere"}, "task": {"kind": "digit_sort"}}
 SEVERAL = {"updates_per_batch": 4}  # where a preset has need of it
+DISCARD = {"handover": "discard"}  # likewise
 
 
 def made(**changes: Any) -> Config:
@@ -24,6 +25,7 @@ def made(**changes: Any) -> Config:
 
 
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}
+CENTRED = {"center_scores": 8, "treatment": "uncorrected"}
 TV = {"gate": "tv", "gate_bound": 0.1}
 BROKEN = {
     "ratio_low is above ratio_high": {"algorithm": {"ratio_low": 2.5}},
@@ -48,6 +50,8 @@ BROKEN = {
     },
     "1 must lie between ratio_low = 1.1 and ratio_high = 2": {"algorithm": PPO | {"ratio_low": 1.1}},
     "with one of them there is nothing to clip": {"algorithm": {"surrogate": "decoupled_ppo"} | CLIP},
+    "center_scores = 8 takes the place of the ratio": {"algorithm": {"center_scores": 8}},
+    "veto chooses among tokens": {"algorithm": CENTRED | {"veto": 0.1}},
     'gate_bound has no meaning with gate = "none"': {"algorithm": {"gate_bound": 0.1}},
     'gate_side has no meaning with gate = "none"': {"algorithm": {"gate_side": "away"}},
     "age_decay_of has no meaning with age_decay = 0": {"algorithm": {"age_decay_of": "failures"}},
@@ -66,6 +70,7 @@ WHOLE = [
         "algorithm": {"surrogate": "decoupled_ppo", "clip_low": 1.0, "clip_high": 1.0, "treatment": "uncorrected"},
         "trainer": {"updates_per_batch": 2},
     },
+    {"algorithm": CENTRED | {"age_decay": 0.5}, "inference": DISCARD},
     {"algorithm": TV | {"gate_side": "away"}},
     {"algorithm": {"age_decay": 0.1, "age_decay_of": "failures"}},
     {"algorithm": TV | {"gate_level": "sequence"}},
@@ -98,10 +103,12 @@ def test_parts_that_just_go_together_pass(sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", shipped_presets())
 def test_a_preset_gives_its_keys_and_the_config_its_own(name: str) -> None:
     keys = tomllib.loads(shipped_presets()[name].read_text())
-    algorithm = made(algorithm={"preset": name}, trainer=SEVERAL).algorithm
+    algorithm = made(algorithm={"preset": name}, trainer=SEVERAL, inference=DISCARD).algorithm
     assert {key: getattr(algorithm, key) for key in keys} == keys
     assert (
-        made(algorithm={"preset": name, "aggregation": "token_mean"}, trainer=SEVERAL).algorithm.aggregation
+        made(
+            algorithm={"preset": name, "aggregation": "token_mean"}, trainer=SEVERAL, inference=DISCARD
+        ).algorithm.aggregation
         == "token_mean"
     )
 
@@ -152,8 +159,12 @@ def test_a_preset_on_the_command_line_takes_the_place_of_the_files_correction(tm
             {"preset": "dppo", "age_power": -1, "advantage": "rloo"},
             "dppo: rloo, policy_gradient, token-level truncate 0 … 5 by age^-1, token-level tv at most 0.2, token_mean",
         ),
+        (
+            {"preset": "score_centering"},
+            "score_centering: grpo, policy_gradient, uncorrected, scores centred by 32 tokens, token_mean",
+        ),
         ({"loss": "mine:own"}, "grpo, loss mine:own, sequence-level truncate 0 … 2, token_mean"),
     ],
 )
 def test_a_composition_is_said_in_a_line(keys: dict[str, Any], line: str) -> None:
-    assert describe(made(algorithm=keys).algorithm) == line
+    assert describe(made(algorithm=keys, inference=DISCARD).algorithm) == line

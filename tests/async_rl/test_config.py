@@ -92,6 +92,7 @@ def test_a_wrong_value_names_the_file_and_the_key(sections: dict[str, Any], plac
 
 # --- what no single value shows --------------------------------------------------------------------------------------
 
+CENTRED = {"center_scores": 32, "treatment": "uncorrected"}
 BROKEN = {
     "[task] needs a key `kind`": {"task": {}},
     "[model] needs `path`": {"model": {}},
@@ -100,6 +101,11 @@ BROKEN = {
         "buffer": {"groups_per_step": 4},
     },
     "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
+    "which are not handed over with samples that go on elsewhere": {"algorithm": CENTRED},
+    "center_scores = 32 needs more of a decode step": {
+        "algorithm": CENTRED,
+        "inference": {"handover": "discard", "compile": "always"},
+    },
     "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
     "true needs other settings: add --set buffer.order=fifo --set inference.handover=discard --set inference.co": {
         "run": {"deterministic": True},
@@ -117,6 +123,7 @@ WHOLE = [
     {"inference": {"max_resident": 2}},
     {"run": {"deterministic": True}, "inference": {"handover": "discard"}},
     {"inference": {"max_new_tokens": 63, "max_context": 64}},
+    {"algorithm": CENTRED, "inference": {"handover": "discard"}},
     {"buffer": {"capacity_bytes": 1466368}},
 ]
 
@@ -138,6 +145,11 @@ def test_what_just_keeps_the_rules_passes(sections: dict[str, Any]) -> None:
 
 def test_a_batch_of_the_default_settings_takes_what_the_message_says() -> None:
     assert batch_bytes(made()) == 32 * 8 * (512 * 9 + 6 * 80 + 640) == 1466368
+
+
+def test_the_samplers_likeliest_tokens_count_in_what_a_batch_may_take() -> None:
+    config = made(algorithm=CENTRED, inference={"handover": "discard"})
+    assert batch_bytes(config) == batch_bytes(made()) + 32 * 8 * 512 * (8 * 32)
 
 
 @pytest.mark.parametrize("name", shipped_configs())

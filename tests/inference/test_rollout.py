@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Instance, Split, TaskError
+from async_rl.top_tokens import TopTokens, top_of
 from async_rl.trajectory import MaskReason, Timings, Trajectory, check_trajectory, segment_arrays
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import Lease, SamplingParams
@@ -292,3 +293,27 @@ def test_every_training_sample_is_counted_once_whatever_became_of_it_and_no_othe
         assert books.closed_training_samples == sum(keys[key] == "train" for key in closed)
         assert set(books.leases()) == {key[0] for key in keys.keys() - closed}
     assert delivered | cancelled == keys.keys()
+
+
+# --- the sampler's likeliest tokens ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_likeliest_tokens_travel_with_what_trains_and_with_nothing_else(split: str) -> None:
+    books = book()
+    opened = lease(7, samples=(0,)) if split == "train" else evaluation(7)
+    (request,) = books.open(opened)
+    m, n_prompt = len(completion((7, 0)).tokens), len(request.prompt)
+    top = TopTokens(np.arange(2 * m, dtype=np.int32).reshape(m, 2), -np.ones((m, 2), np.float32))
+    books.sampled(completion((7, 0), top=top))
+    made = score(books, (7, 0))
+    assert made is not None
+    check_trajectory(made)
+    (arrays,) = segment_arrays(made)
+    assert set(arrays.extras) == ({"top_ids", "top_logprobs"} if split == "train" else set())
+    if split == "train":
+        found = top_of(arrays)
+        assert not found.ids[:n_prompt].any()
+        assert not found.logprobs[:n_prompt].any()
+        assert np.array_equal(found.ids[n_prompt:], top.ids)
+        assert np.array_equal(found.logprobs[n_prompt:], top.logprobs)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.wire.messages import SamplingParams
 from inference.engine import EngineError, Request
-from inference.sampling import request_uniforms, sample
+from inference.sampling import processed, request_uniforms, sample
 
 KINDS = ["qwen3", "llama", "qwen2", "gpt2", "gemma3_text", "mistral"]
 
@@ -113,7 +113,7 @@ def test_sampling_follows_the_distribution_and_never_takes_an_impossible_token()
     n = 20_000
     uniforms = torch.from_numpy(request_uniforms(1, n))
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = sample(logits.expand(n, -1), torch.full((n,), 0.7), None, uniforms)
+    tokens, logprobs = sample(processed(logits.expand(n, -1), torch.full((n,), 0.7)), None, uniforms)
     expected = torch.softmax(logits[0] / 0.7, dim=-1)
     counts = torch.bincount(tokens, minlength=5) / n
     assert counts[[1, 4]].tolist() == [0, 0]

@@ -19,6 +19,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
+from async_rl.top_tokens import TopTokens
 from trainer.backend import Sample
 from trainer.torch_backend import TorchBackend
 
@@ -26,6 +27,8 @@ VOCABULARY = 17
 LENGTH = 12  # of every sequence, so that a token budget says exactly how many go into a micro-batch
 TRAINED = (9, 9, 9, 9, 9, 5, 6, 4)  # tokens of each attempt: uneven, and 5 : 1 between the first six and the others
 GROUPS = (0, 0, 0, 1, 1, 1, 4, 4)
+
+TOP = 5  # likeliest tokens of the sampler's at each place
 
 DTYPES = ("float64", "float32")
 SURROGATES = {
@@ -39,6 +42,7 @@ SURROGATES = {
         "clip_high": 1.2,
     },
     "gated": {"treatment": "mask", "ratio_level": "token", "ratio_low": 0.97, "ratio_high": 1.03, "veto": 0.93},
+    "score_centering": {"treatment": "uncorrected", "center_scores": TOP},
     "reference_kl": {"reference_kl": "k3", "reference_kl_ratio": True, "reference_kl_weight": 0.5},
 }
 CASES = {
@@ -103,9 +107,17 @@ def make_batch(folder: Path) -> list[Sample]:
     proximal = make_backend(folder, AlgorithmConfig(), "float64").step(batch, 0.0).proximal
     shift = generator.normal(0, 0.03, (len(batch), LENGTH))
     return [
-        sample._replace(behaviour=np.where(sample.mask == 0, own + moved, 0).astype(np.float32))
+        sample._replace(
+            behaviour=np.where(sample.mask == 0, own + moved, 0).astype(np.float32), top=some_top(generator)
+        )
         for sample, own, moved in zip(batch, proximal, shift, strict=True)
     ]
+
+
+def some_top(generator: np.random.Generator) -> TopTokens:
+    """Any tokens, which have nine tenths of the probability at their place."""
+    ids = np.array([generator.permutation(VOCABULARY)[:TOP] for _ in range(LENGTH)], dtype=np.int32)
+    return TopTokens(ids, np.log(0.9 * generator.dirichlet(np.ones(TOP), LENGTH)).astype(np.float32))
 
 
 def gradient(backend: TorchBackend, batch: list[Sample]) -> npt.NDArray[np.float64]:

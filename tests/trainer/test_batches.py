@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +323,61 @@ def test_the_reference_pass_is_made_only_where_the_reward_pays_for_it(tmp_path: 
     assert after.shaped == pytest.approx(batch.rewards - 0.5 * (3 * -0.5 - reference), rel=1e-5)
     for elsewhere in (CreditConfig(), CreditConfig(reference_kl="k3")):
         assert with_reference_kl(batch, backend, elsewhere) is batch
+
+
+# --- centred scores --------------------------------------------------------------------------------------------------
+
+TOP = 4
+CENTRED = {"center_scores": TOP, "treatment": "uncorrected"}
+
+
+def with_top(change: str = "") -> Segment:
+    """Two prompt tokens and three sampled ones with the sampler's four likeliest, broken in one way."""
+    n, k = 5, 3 if change == "fewer" else TOP
+    ids = np.tile(np.arange(7, 7 + k, dtype=np.int32), (n, 1))
+    logprobs = np.log(np.tile(np.array([0.5, 0.25, 0.125, 0.0625][:k], np.float32), (n, 1)))
+    ids[:2], logprobs[:2] = 0, 0  # as engines send it: nothing was sampled there
+    if change in ("outside", "negative"):
+        ids[3, 1] = VOCABULARY if change == "outside" else -1
+    if change == "twice":
+        ids[4, 0] = ids[4, 3]
+    if change in ("not a number", "infinite", "too likely", "above one"):
+        logprobs[2, 0] = {"not a number": np.nan, "infinite": -np.inf, "too likely": np.log(0.6), "above one": 200.0}[
+            change
+        ]
+    extras: dict[str, Any] = {"top_ids": ids, "top_logprobs": logprobs}
+    if change == "dtype":
+        extras["top_logprobs"] = logprobs.astype(np.float64)
+    if change == "missing":
+        del extras["top_ids"]
+    return segment((FOR_VERSION, 3), extras={} if change == "none" else extras)
+
+
+def test_the_samplers_likeliest_tokens_reach_the_sample_as_they_were_sent() -> None:
+    given = with_top()
+    batch = prepared(lend([trajectory(7, 2, 1.0, given), trajectory(7, 3, 0.0, given)]), **CENTRED)
+    assert set(outcomes(batch).values()) == {"trained"}
+    for sample in batch.samples:
+        assert sample.top is not None
+        assert np.array_equal(sample.top.ids, given.extras["top_ids"])
+        assert np.array_equal(sample.top.logprobs, given.extras["top_logprobs"])
+    assert all(sample.top is None for sample in prepared(lend([trajectory(7, 2, 1.0, given)])).samples)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("none", "top_ids is missing"), ("missing", "top_ids is missing"), ("dtype", "top_logprobs is float64"),
+        ("fewer", r"top_ids is int32 \[5, 3\], and \[algorithm\] center_scores = 4 needs int32 \[5, 4\]"),
+        ("outside", "are not all in the vocabulary"), ("negative", "are not all in the vocabulary"),
+        ("twice", "a token twice"), ("not a number", "is not finite"), ("infinite", "is not finite"),
+        ("too likely", "add up to 1.0375"), ("above one", "add up to"),
+    ],
+)  # fmt: skip
+def test_likeliest_tokens_that_contradict_themselves_are_refused_with_the_attempts_name(
+    change: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = [trajectory(7, 2, 1.0, with_top()), trajectory(7, 3, 0.0, with_top(change))]
+    batch = prepared(lend(attempts), **CENTRED)
+    assert outcomes(batch) == {(7, 2): "trained", (7, 3): "refused"}
+    assert re.search(rf"attempt 7/3: .*{says}", caplog.text)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer import head as head_module
-from trainer.head import head_logprobs
+from trainer.head import Mixture, head_logprobs, head_logprobs_and_mean
 
 WIDTH, VOCABULARY = 6, 11
 
@@ -50,6 +50,36 @@ def test_values_and_gradients_are_those_by_hand_at_any_chunk(
     expected, slope = by_hand(*arrays, temperature, up.numpy())
     np.testing.assert_allclose(values.detach().numpy(), expected, rtol=0, atol=1e-12)
     np.testing.assert_allclose(hidden.grad, slope, rtol=0, atol=1e-12)
+
+
+@given(
+    n=st.integers(1, 12), k=st.integers(1, VOCABULARY), chunk_bytes=st.integers(0, 2000),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]), seed=st.integers(0, 99), frozen=st.booleans(),
+)  # fmt: skip
+def test_the_mean_over_a_mixture_and_its_gradient_are_those_by_hand(
+    n: int, k: int, chunk_bytes: int, temperature: float, seed: int, frozen: bool
+) -> None:
+    """A sum over the mixture's tokens of what `by_hand` says of each."""
+    generator = torch.Generator().manual_seed(seed)
+    head = nn.Linear(WIDTH, VOCABULARY).double().requires_grad_(not frozen)
+    hidden = (3 * torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)).requires_grad_()
+    target = torch.randint(0, VOCABULARY, (n,), generator=generator)
+    ids = torch.rand(n, VOCABULARY, generator=generator).argsort(1)[:, :k]
+    weights, up, up_mean = (torch.rand(n, width, generator=generator).double() for width in (k, 1, 1))
+    mixture = Mixture(ids, weights)
+    values, mean = head_logprobs_and_mean(hidden, head, target, mixture, temperature, chunk_bytes)
+    (values * up[:, 0] + mean * up_mean[:, 0]).sum().backward()
+    arrays = (hidden.detach().numpy(), head.weight.detach().numpy(), head.bias.detach().numpy())
+    own, expected_slope = by_hand(*arrays, target.numpy(), temperature, up[:, 0].numpy())
+    expected = np.zeros(n)
+    for j in range(k):
+        weight = weights[:, j].numpy()
+        logprobs, slopes = by_hand(*arrays, ids[:, j].numpy(), temperature, weight * up_mean[:, 0].numpy())
+        expected += weight * logprobs
+        expected_slope = expected_slope + slopes
+    np.testing.assert_allclose(values.detach().numpy(), own, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(mean.detach().numpy(), expected, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(hidden.grad, expected_slope, rtol=0, atol=1e-11)
 
 
 def test_a_head_that_trains_gets_its_gradient_too_and_so_does_an_adapter_on_it() -> None:

@@ -11,6 +11,7 @@ from tiny_lm import CONFIGS, VOCABULARY, tiny_lm
 from transformers import PreTrainedModel
 
 from async_rl.errors import AsyncRLError
+from trainer.head import Mixture
 from trainer.logprobs import Scorer
 
 PLAIN = ("qwen2", "qwen3", "llama")
@@ -83,6 +84,33 @@ def test_values_and_gradients_are_the_same_packed_padded_and_in_chunks(
             assert float((values - whole).abs().max()) < tolerance
             assert head is not None
             assert float(torch.linalg.vector_norm(gradient - head) / torch.linalg.vector_norm(head)) < tolerance
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_means_over_mixtures_are_the_models_own_packed_padded_and_in_chunks(packed: bool, chunked: bool) -> None:
+    model = tiny_lm("gpt_neox", torch.float64)
+    made = scorer(model, packed, chunked)
+    made.chunk_bytes = 7 * VOCABULARY * 8
+    tokens, wanted = sequences()
+    random, k = np.random.default_rng(4), 6
+    n = sum(len(where) for where in wanted)
+    ids = np.array([random.permutation(VOCABULARY)[:k] for _ in range(n)])
+    weights = random.dirichlet(np.ones(k), n)
+    with torch.no_grad():
+        own, mean = made.logprobs_and_mean(
+            made.rows(tokens, wanted), Mixture(torch.from_numpy(ids), torch.from_numpy(weights)), 0.7
+        )
+        alone = made.logprobs(made.rows(tokens, wanted), 0.7)
+    first, expected = 0, []
+    for sequence, where in zip(tokens, wanted, strict=True):
+        for place in where:
+            row = ids[first]
+            here = [plain_logprobs(model, np.r_[sequence[:place], token], np.array([place]), 0.7)[0] for token in row]
+            expected.append(float(np.dot(weights[first], here)))
+            first += 1
+    torch.testing.assert_close(own, alone, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

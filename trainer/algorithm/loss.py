@@ -14,12 +14,14 @@ from trainer.algorithm.aggregation import AGGREGATIONS, denominators, over_ranks
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.keep import factor
 from trainer.algorithm.ratios import bounds, importance_ratio, importance_weight
+from trainer.algorithm.score_centering import centred_policy_gradient
 from trainer.algorithm.surrogates import decoupled_ppo, log_linear_proximal, policy_gradient, ppo, tapered
 from trainer.algorithm.tokens import TokenData, floored
 
 
 def token_losses(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """Loss of each token [n] before aggregation, differentiable in `current` (log π_θ, [n]), which may be -inf."""
+    """Loss of each token [n] before aggregation, differentiable in `current` (log π_θ, [n]), which may be -inf, and
+    where scores are centred in `data.expected`."""
     current = floored(current)
     if algorithm.loss:
         return load_loss(algorithm.loss)(current, data)
@@ -36,6 +38,10 @@ def _surrogate(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfi
         proximal = _proximal(current, data, algorithm)
         clip = torch.full_like(current, algorithm.clip_low), torch.full_like(current, algorithm.clip_high)
         return decoupled_ppo(current, proximal, data.advantage, weight, clip, algorithm.dual_clip)
+    if algorithm.center_scores:
+        if data.expected is None:
+            raise ValueError("center_scores needs TokenData.expected, which the backend computes")
+        return centred_policy_gradient(current, data.advantage, floored(data.expected))
     return policy_gradient(current, data.advantage, weight)
 
 

@@ -19,13 +19,16 @@ def floored(logprob: torch.Tensor) -> torch.Tensor:
 class TokenData(NamedTuple):
     """Trained tokens, flat: behaviour log-probability [n] and advantage [n] (floating), attempt int64 [n] and age int64
     [n] in versions (that from which the step starts, less the token's). `proximal` is the log-probability before the
-    batch's first step [n], None where that is the current one. An attempt is whole: all its trained tokens are here."""
+    batch's first step [n], None where that is the current one. `expected` is Σ_j μ_j log π_θ(j) over the sampler's
+    likeliest tokens at each place [n], with its gradient, where scores are centred. An attempt is whole: all its
+    trained tokens are here."""
 
     behaviour: torch.Tensor
     advantage: torch.Tensor
     attempt: torch.Tensor
     age: torch.Tensor
     proximal: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
 
     def at(self, where: torch.Tensor) -> TokenData:
         """Some of the tokens, by their places (int64) or a mask (bool)."""

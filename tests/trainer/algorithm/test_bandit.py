@@ -103,3 +103,32 @@ def test_sampled_answers_give_the_on_policy_gradient_within_the_standard_error(p
 def test_what_bounds_or_leaves_out_is_biased_and_the_measure_sees_it(parts: Any) -> None:
     bias, _ = bandit.bias_and_noise(AlgorithmConfig(**parts), age=16, problems=3)
     assert bias > 0.05
+
+
+def centred(k: int) -> AlgorithmConfig:
+    return AlgorithmConfig(treatment="uncorrected", center_scores=k)
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_between_equal_policies_centred_scores_give_the_on_policy_gradient(one_sided: bool) -> None:
+    given = bandit.problem(0, one_sided=one_sided)
+    mean, _ = bandit.expectation(given, centred(bandit.TOKENS))
+    assert torch.allclose(mean, bandit.on_policy_gradient(given), rtol=0, atol=1e-13)
+
+
+def test_what_centring_takes_away_is_what_a_constant_advantage_gives() -> None:
+    """From old data the mean of uncorrected scores is not zero, of centred ones it is, but for what k leaves out."""
+    given = bandit.problem(16)
+    given = given._replace(advantage=torch.ones_like(given.advantage))
+    assert float(bandit.expectation(given, AlgorithmConfig(treatment="uncorrected"))[0].norm()) > 0.1
+    assert float(bandit.expectation(given, centred(bandit.TOKENS))[0].norm()) < 1e-14
+    assert float(bandit.expectation(given, centred(bandit.TOKENS - 1))[0].norm()) > 0.1
+
+
+def test_the_closed_form_of_the_expected_score_is_its_gradient() -> None:
+    given = bandit.problem(4)
+    logits = given.logits.clone().requires_grad_()
+    place, before, _ = given.where.T
+    expected = (bandit.top_probabilities(given, 2) * torch.log_softmax(logits, -1)[place, before]).sum(1)
+    rows = [torch.autograd.grad(each, logits, retain_graph=True)[0].flatten() for each in expected]
+    assert torch.allclose(torch.stack(rows), bandit.expected_score(given, 2), atol=1e-14)
