@@ -347,7 +347,6 @@ class Learner:
 def run_learner(learner: Learner) -> None:
     """Learn, and whatever happens tell the others why it ended."""
     try:
-        settle()
         learner.learn()
     except Interrupted as interrupted:
         learner.finish(str(interrupted))
@@ -371,6 +370,7 @@ def body(context: PoolContext) -> None:
         samples = MetricsWriter(directory.samples_path, keep_before_step=keep)
         buffer, store = dial_services(context, "trainer")
         metrics.listen(TrainerGauges(context.exporter, {"buffer": buffer, "store": store}))
+        settle()
         try:
             run_learner(Learner(context, backend, state, buffer, store, metrics, samples, fingerprint(config, path)))
         finally:

@@ -14,7 +14,7 @@ from async_rl.run.killpoints import POINTS, VARIABLE
 
 BATCH = 4 * 8  # attempts of a step, in the small config
 STEPS = 6
-LONG_STEPS = 120
+LONG_STEPS = 240
 KILLS = 20
 POOLS = ("store", "buffer", "trainer", "node-0", "node-1")
 
