@@ -9,7 +9,7 @@ import real_runs
 
 from trainer.checkpoint import find_latest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_a_learning_rate_20_times_too_high_ends_with_the_alarms_words_and_a_checkpoint_from_before(shell):
