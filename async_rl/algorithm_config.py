@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from async_rl.alarm_config import AlarmConfig
 from async_rl.credit_config import CreditConfig
-from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat
+from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat, changed
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "presets"
 
@@ -99,7 +99,7 @@ def _check_custom_loss(algorithm: AlgorithmConfig) -> None:
     module, _, function = algorithm.loss.partition(":")
     if not module or not function.isidentifier():
         raise ConfigError(f'[algorithm] loss = {algorithm.loss!r}: expected "module:function"')
-    if unused := _changed(algorithm, REPLACED_BY_LOSS):
+    if unused := changed(algorithm, REPLACED_BY_LOSS):
         raise ConfigError(
             f"[algorithm] loss = {algorithm.loss!r} takes the place of {unused[0]}: remove one of them (ratio_level, "
             "treatment and the bounds remain, for the metrics)"
@@ -139,7 +139,7 @@ def _check_surrogate(algorithm: AlgorithmConfig) -> None:
             f"[algorithm] dual_clip = {algorithm.dual_clip:g} limits a clipped ratio: it must be above 1, and "
             f'surrogate "ppo" or "decoupled_ppo", not "{surrogate}"; or remove it'
         )
-    if surrogate != "decoupled_ppo" and (unused := _changed(algorithm, ("proximal", "clip_low", "clip_high"))):
+    if surrogate != "decoupled_ppo" and (unused := changed(algorithm, ("proximal", "clip_low", "clip_high"))):
         raise ConfigError(
             f'[algorithm] {unused[0]} has a meaning with surrogate = "decoupled_ppo" alone, not with "{surrogate}": '
             "remove it (the bounds of π/μ are ratio_low and ratio_high)"
@@ -164,7 +164,7 @@ def _check_centring(algorithm: AlgorithmConfig) -> None:
             f'"{algorithm.surrogate}" and treatment = "{algorithm.treatment}" the data would be corrected twice: set '
             'surrogate = "policy_gradient" and treatment = "uncorrected"'
         )
-    if chosen := _changed(algorithm, ("gate", "veto", "negative_mask")):
+    if chosen := changed(algorithm, ("gate", "veto", "negative_mask")):
         raise ConfigError(
             f"[algorithm] {chosen[0]} chooses among tokens by what was sampled, and center_scores = {k} takes away the "
             "mean over all that could have been: remove one of them"
@@ -172,10 +172,10 @@ def _check_centring(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_gate(algorithm: AlgorithmConfig) -> None:
-    if algorithm.age_decay == 0 and _changed(algorithm, ("age_decay_of",)):
+    if algorithm.age_decay == 0 and changed(algorithm, ("age_decay_of",)):
         raise ConfigError("[algorithm] age_decay_of has no meaning with age_decay = 0: set that above 0, or remove it")
     if algorithm.gate == "none":
-        if unused := _changed(algorithm, ("gate_level", "gate_side", "gate_bound")):
+        if unused := changed(algorithm, ("gate_level", "gate_side", "gate_bound")):
             raise ConfigError(f'[algorithm] {unused[0]} has no meaning with gate = "none": remove it, or name a gate')
         return
     if algorithm.gate_bound == 0:
@@ -185,12 +185,6 @@ def _check_gate(algorithm: AlgorithmConfig) -> None:
             '[algorithm] gate_side = "away" judges single tokens, gate_level = "sequence" whole attempts: set '
             'gate_level = "token" or gate_side = "both"'
         )
-
-
-def _changed(algorithm: AlgorithmConfig, keys: Sequence[str]) -> list[str]:
-    """Which of these keys are not at their default."""
-    default = AlgorithmConfig()
-    return [key for key in keys if getattr(algorithm, key) != getattr(default, key)]
 
 
 def shipped_presets() -> dict[str, Path]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from async_rl.schema import ConfigError, Count, Fraction, PositiveFloat, PositiveInt, Section
+from async_rl.schema import ConfigError, Count, Fraction, PositiveFloat, PositiveInt, Section, changed
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):
@@ -139,9 +139,7 @@ def check_buffer(buffer: BufferConfig) -> None:
             f"ahead (max_staleness = {buffer.max_staleness}): {smaller}make max_staleness larger, or "
             "set adaptive = false"
         )
-    usual = BufferConfig()
-    for key in ("adaptive_ess", "adaptive_k3"):
-        if not buffer.adaptive and getattr(buffer, key) != getattr(usual, key):
-            raise ConfigError(f"[buffer] {key} has no meaning without adaptive = true: remove it or set that")
-    if not buffer.retire_above and buffer.retire_after != usual.retire_after:
+    if not buffer.adaptive and (unused := changed(buffer, ("adaptive_ess", "adaptive_k3"))):
+        raise ConfigError(f"[buffer] {unused[0]} has no meaning without adaptive = true: remove it or set that")
+    if not buffer.retire_above and changed(buffer, ["retire_after"]):
         raise ConfigError("[buffer] retire_after has no meaning without retire_above: remove it or set that")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat, Section
+from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat, Section, changed
 
 # These compare an attempt with the others of its group; what is left is compared with the batch.
 NEED_GROUPS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl"})
@@ -60,7 +60,7 @@ def check_credit(credit: CreditConfig, *, group_size: int, max_new_tokens: int) 
             f"[algorithm] overlong_buffer = {credit.overlong_buffer} is more than [inference] max_new_tokens = "
             f"{max_new_tokens}: even an empty answer would be too long"
         )
-    if credit.overlong_penalty != CreditConfig().overlong_penalty and not credit.overlong_buffer:
+    if changed(credit, ["overlong_penalty"]) and not credit.overlong_buffer:
         raise ConfigError(
             "[algorithm] overlong_penalty has no meaning with overlong_buffer = 0: set that above 0, or remove this one"
         )
@@ -82,11 +82,10 @@ def check_credit(credit: CreditConfig, *, group_size: int, max_new_tokens: int) 
 def _check_reference(credit: CreditConfig) -> None:
     form, in_reward = credit.reference_kl, credit.reference_kl_place == "reward"
     if form == "none":
-        default = CreditConfig()
-        keys = ("reference_kl_place", "reference_kl_ratio", "reference_kl_weight")
-        if changed := [key for key in keys if getattr(credit, key) != getattr(default, key)]:
-            key = changed[0]
-            raise ConfigError(f"[algorithm] {key} has no meaning without reference_kl: set that, or remove this one")
+        if unused := changed(credit, ("reference_kl_place", "reference_kl_ratio", "reference_kl_weight")):
+            raise ConfigError(
+                f"[algorithm] {unused[0]} has no meaning without reference_kl: set that, or remove this one"
+            )
         return
     if in_reward and (form != "k1" or credit.reference_kl_ratio):
         what = f'reference_kl = "{form}"' if form != "k1" else "reference_kl_ratio = true"

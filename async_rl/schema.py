@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -22,6 +23,12 @@ class ConfigError(AsyncRLError):
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section."""
+
+
+def changed(section: Section, keys: Sequence[str]) -> list[str]:
+    """Which of these keys are not at their default."""
+    default = type(section)()
+    return [key for key in keys if getattr(section, key) != getattr(default, key)]
 
 
 _TRUNCATES = (

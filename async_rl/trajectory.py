@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import AsyncRLError
-from async_rl.version import VersionRun
+from async_rl.version import VersionRun, tokens_of
 
 Finish = Literal["stop", "length", "abort"]
 Status = Literal["ok", "env_failed", "aborted"]
@@ -246,7 +246,7 @@ def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None)
                 f"not all in the vocabulary of {vocabulary_size}"
             )
         sampled = arrays.mask == MaskReason.SAMPLED
-        stamped = sum(run.count for run in header.versions)
+        stamped = tokens_of(header.versions)
         if int(sampled.sum()) != stamped:
             raise TrajectoryError(
                 f"attempt {trajectory.attempt}, segment {index}: {int(sampled.sum())} sampled tokens, "

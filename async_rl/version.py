@@ -42,6 +42,11 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+def tokens_of(runs: Sequence[VersionRun]) -> int:
+    """How many sampled tokens these runs are over."""
+    return sum([run.count for run in runs])
+
+
 def oldest_version(runs: Sequence[VersionRun]) -> int:
     """The version of the oldest sampled token; raises ValueError when nothing was sampled."""
     return min(run.version for run in runs)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from async_rl.version import VersionRun
+from async_rl.version import VersionRun, tokens_of
 from buffer.events import HandedPrefix, PrefixesHandedOver
 from buffer.leases import EvalLease, LeaseRecord
 from buffer.ledger import members
@@ -110,11 +110,6 @@ def sound_prefixes(event: PrefixesHandedOver, lease: LeaseRecord, earlier: Hando
 def _believable(prefix: HandedPrefix, lease: LeaseRecord, earlier: Handovers) -> bool:
     begun = earlier.begun_under(lease.lease, prefix.sample)
     return all(run.version >= lease.min_version and is_proved(run, lease.holder, begun) for run in prefix.versions)
-
-
-def tokens_of(versions: Sequence[VersionRun]) -> int:
-    """How many sampled tokens these runs are over."""
-    return sum([run.count for run in versions])
 
 
 def changes_at(versions: Sequence[VersionRun], position: int) -> bool:

@@ -11,7 +11,7 @@ from async_rl.config import Config
 from async_rl.proof import CANARY
 from async_rl.run.exporter import Histogram, Reading, link_reading
 from async_rl.run.lengths import length_bin
-from async_rl.version import PolicyId
+from async_rl.version import PolicyId, tokens_of
 from async_rl.wire.link import Server
 from async_rl.wire.messages import NodeReady, NodeStatus, NodeWants, Status
 from buffer import gauges
@@ -51,7 +51,7 @@ class Observed:
         for result in results:
             lease = leases.find(result.lease)
             if result.status == "ok" and lease is not None and lease.ticket != EVAL_TICKET:
-                self._lengths[length_bin(sum([run.count for run in result.versions]))] += 1
+                self._lengths[length_bin(tokens_of(result.versions))] += 1
 
     def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
         if policy.name == CANARY:

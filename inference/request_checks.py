@@ -7,6 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.version import tokens_of
 from inference.engine import EngineError, Request
 
 # Below this, logits / temperature leave float32; who wants the most likely token says 0.
@@ -60,7 +61,7 @@ def _check_prefix(request: Request, vocab: int, max_context: int) -> None:
     tokens, logprobs, versions = request.prefix[:3]
     what = f"the prefix of {request_name(request)}"
     check_ids(what, tokens, vocab)
-    if len(logprobs) != len(tokens) or sum(run.count for run in versions) != len(tokens):
+    if len(logprobs) != len(tokens) or tokens_of(versions) != len(tokens):
         raise EngineError(f"{what} has {len(tokens)} tokens, {len(logprobs)} log-probabilities and runs {versions}")
     if len(tokens) >= min(request.sampling.max_new_tokens, max_context - len(request.prompt)):
         raise EngineError(f"{what} of {len(tokens)} tokens leaves no room for a new one")

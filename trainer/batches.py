@@ -28,12 +28,13 @@ from async_rl.trajectory import (
     decode_trajectory,
     segment_arrays,
 )
-from async_rl.version import is_stale, judged_version, token_versions
+from async_rl.version import is_stale, judged_version, token_versions, tokens_of
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome
 from async_rl.wire.payloads import unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES, NORMALISATIONS
-from trainer.algorithm.reference_kl import attempt_penalties, k3
+from trainer.algorithm.ratios import k3_of
+from trainer.algorithm.reference_kl import attempt_penalties
 from trainer.algorithm.shaping import overlong
 from trainer.backend import Backend, Sample
 
@@ -66,7 +67,7 @@ class TrainingBatch(NamedTuple):
 def prepare(received: Received, config: Config, vocabulary_size: int) -> TrainingBatch:
     """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare, or for rewards that
     the configured advantage is not for."""
-    credit, max_staleness = config.algorithm, config.buffer.max_staleness
+    credit = config.algorithm
     batch: Batch = received.message
     trajectories = _trajectories(received)
     sizes = [group.size for group in batch.groups]
@@ -85,16 +86,7 @@ def prepare(received: Received, config: Config, vocabulary_size: int) -> Trainin
     samples = [
         sample
         for attempt, (group, trajectory) in enumerate(kept)
-        for sample in _samples(
-            trajectory,
-            advantages[attempt],
-            attempt,
-            group,
-            batch.for_version,
-            max_staleness,
-            credit.truncated == "mask",
-            credit.center_scores > 0,
-        )
+        for sample in _samples(trajectory, advantages[attempt], attempt, group, batch.for_version, config)
     ]
     ages = np.concatenate(
         [np.zeros(0, np.int32), *(sample.ages[sample.mask == MaskReason.SAMPLED] for sample in samples)]
@@ -146,11 +138,11 @@ def penalised(
     groups = {sample.attempt: sample.group for sample in batch.samples}
     advantages = _advantages(shaped, [groups[attempt] for attempt in range(len(shaped))], credit)
     samples = [sample._replace(advantage=advantages[sample.attempt]) for sample in batch.samples]
-    return batch._replace(samples=samples, shaped=shaped, reference_kl=float(k3(gap).mean()) if len(gap) else 0.0)
+    return batch._replace(samples=samples, shaped=shaped, reference_kl=float(k3_of(gap).mean()) if len(gap) else 0.0)
 
 
 def _overlong(trajectories: Sequence[Trajectory], credit: CreditConfig, max_new_tokens: int) -> npt.NDArray[np.float64]:
-    lengths = [sum(run.count for run in trajectory.versions) for trajectory in trajectories]
+    lengths = [tokens_of(trajectory.versions) for trajectory in trajectories]
     added = overlong(
         torch.tensor(lengths, dtype=torch.int64), max_new_tokens, credit.overlong_buffer, credit.overlong_penalty
     )
@@ -193,29 +185,22 @@ def _outcome(trajectory: Trajectory, for_version: int, vocabulary_size: int, con
 
 
 def _samples(
-    trajectory: Trajectory,
-    advantage: float,
-    attempt: int,
-    group: int,
-    for_version: int,
-    max_staleness: int,
-    mask_truncated: bool,
-    centred: bool,
+    trajectory: Trajectory, advantage: float, attempt: int, group: int, for_version: int, config: Config
 ) -> Sequence[Sample]:
-    """Tokens older than `max_staleness` do not train: where an attempt may have some, they are masked. Nor, with
-    `mask_truncated`, do those of an answer that was cut."""
+    """Tokens older than max_staleness do not train: where an attempt may have some, they are masked. Nor, with
+    truncated = "mask", do those of an answer that was cut."""
     samples = []
-    cut = mask_truncated and _is_truncated(trajectory)
+    cut = config.algorithm.truncated == "mask" and _is_truncated(trajectory)
     for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True):
         mask = arrays.mask
         sampled = mask == MaskReason.SAMPLED
         ages = np.zeros(len(arrays.tokens), dtype=np.int32)
         ages[sampled] = for_version - token_versions(header.versions)
-        too_old = sampled & (ages > max_staleness)
+        too_old = sampled & (ages > config.buffer.max_staleness)
         if cut:
             mask = np.where(sampled, np.uint8(MaskReason.TRUNCATED), mask)
         if too_old.any():
             mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
-        top = top_of(arrays) if centred else None
+        top = top_of(arrays) if config.algorithm.center_scores else None
         samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group, top))
     return samples

@@ -12,7 +12,7 @@ import numpy as np
 from async_rl.run.lengths import histogram
 from async_rl.run.metrics import Record
 from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
-from async_rl.version import oldest_version, token_versions
+from async_rl.version import oldest_version, token_versions, tokens_of
 from async_rl.wire.messages import BatchGroup, Status
 from trainer.backend import StepResult
 from trainer.batches import TrainingBatch
@@ -57,7 +57,7 @@ def _trained_lengths(batch: TrainingBatch) -> dict[str, int]:
         for one, outcome, new in zip(batch.trajectories, outcomes, fresh, strict=True)
         if new and outcome == "trained"
     ]
-    lengths = histogram(sum(run.count for run in one.versions) for one in trained)
+    lengths = histogram(tokens_of(one.versions) for one in trained)
     return {str(length): count for length, count in sorted(lengths.items())}
 
 
@@ -96,7 +96,7 @@ def _journey(batch: TrainingBatch) -> Record:
     oldest = [oldest_version(trajectory.versions) if trajectory.versions else None for trajectory in trajectories]
     flight = [version - old for version, old in zip(arrived, oldest, strict=True) if old is not None]
     queue = [for_version - version for version, old in zip(arrived, oldest, strict=True) if old is not None]
-    lengths = [sum(run.count for run in trajectory.versions) for trajectory in trajectories]
+    lengths = [tokens_of(trajectory.versions) for trajectory in trajectories]
     timings = [trajectory.timings for trajectory in trajectories]
     return {
         "queued_s": float(np.mean([timing.queued_s for timing in timings])),

@@ -31,7 +31,8 @@ from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.loss import batch_coefficients, partial_loss
 from trainer.algorithm.metrics import ratio_metrics
-from trainer.algorithm.reference_kl import k3, partial_penalty
+from trainer.algorithm.ratios import k3_of
+from trainer.algorithm.reference_kl import partial_penalty
 from trainer.algorithm.tokens import TokenData, floored
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
@@ -164,7 +165,7 @@ class TorchBackend:
         if batch.top is not None and batch.n_tokens:
             metrics["top_mass"] = float(batch.top.weights.double().sum(1).mean())
         if before.reference is not None and batch.n_tokens:
-            metrics["reference_kl"] = float(k3((before.reference - before.proximal).double()).mean())
+            metrics["reference_kl"] = float(k3_of((before.reference - before.proximal).double()).mean())
         return StepResult(metrics, _unflatten(samples, batch, before.proximal), skipped=norm == 0)
 
     def _updates(

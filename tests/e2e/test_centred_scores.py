@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import real_runs
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_lm import save_qwen3
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.top_tokens import TopTokens
@@ -29,15 +29,12 @@ TOLERANCE = 1e-5  # natural-log units, fp32
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return save_qwen3(
+        tmp_path_factory.mktemp("model"),
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=48, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        head_dim=8, intermediate_size=48, max_position_embeddings=CONTEXT,
         bos_token_id=None, eos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 def make_backend(model: Path, k: int, packing: str = "auto") -> TorchBackend:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_lm import save_qwen3
+from transformers import AutoModelForCausalLM
 
 import inference.torch_engine as torch_engine
 from async_rl.config import AlgorithmConfig, TrainerConfig
@@ -27,19 +28,11 @@ VOCAB, SEED = 40, 5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return save_qwen3(
+        tmp_path_factory.mktemp("model"), std=0.15,
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=96, max_position_embeddings=48, tie_word_embeddings=False,
+        head_dim=16, intermediate_size=96, max_position_embeddings=48,
     )  # fmt: skip
-    made = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.15)
-    made.save_pretrained(folder)
-    return folder
 
 
 class Delivery:

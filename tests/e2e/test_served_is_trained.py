@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_lm import save_qwen3
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.version import PolicyId, token_versions
@@ -25,15 +24,12 @@ TOLERANCE = 1e-5  # natural-log units, fp32
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return save_qwen3(
+        tmp_path_factory.mktemp("model"),
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=96, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        head_dim=16, intermediate_size=96, max_position_embeddings=CONTEXT,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 class Pair:

@@ -1,11 +1,12 @@
-"""Tiny random causal language models of several families, whose distributions are far from uniform."""
+"""Tiny random causal language models: of several families, with distributions far from uniform, or saved as files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 VOCABULARY = 29
 COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -49,8 +50,23 @@ def tiny_lm(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     torch.manual_seed(0)
     extra = {"attn_implementation": "eager"} if kind == "gemma2" else {}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(CONFIGS[kind] | changes)), **extra)
+    _spread(model, 0.25)
+    return model.to(dtype).eval()
+
+
+def save_qwen3(folder: Path, std: float | None = None, **sizes: Any) -> Path:
+    """`folder`, with a random model of untied embeddings in it, the same every time; `std` of its matrices, by default
+    the library's."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(tie_word_embeddings=False, **sizes))
+    if std is not None:
+        _spread(model, std)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _spread(model: Any, std: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=0.25)
-    return model.to(dtype).eval()
+                parameter.normal_(std=std)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_lm import save_qwen3
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.policy.adapter import read_adapter
@@ -22,19 +21,11 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return save_qwen3(
+        tmp_path_factory.mktemp("model"), std=0.25,
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=48, max_position_embeddings=32, tie_word_embeddings=False,
+        head_dim=16, intermediate_size=48, max_position_embeddings=32,
     )  # fmt: skip
-    made = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.25)
-    made.save_pretrained(folder)
-    return folder
 
 
 def make_backend(model: Path, seed: int = 1) -> TorchBackend:

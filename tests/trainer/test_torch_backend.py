@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from gradient_batches import VOCABULARY, make_model
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
@@ -18,7 +19,6 @@ from trainer.backend import Sample
 from trainer.checkpoint import find_latest, write_checkpoint
 from trainer.torch_backend import TorchBackend
 
-VOCABULARY = 17
 TEMPERATURE = 0.7
 PPO = AlgorithmConfig(treatment="clip", ratio_low=0.8, ratio_high=1.28, surrogate="ppo", ratio_level="sequence")
 
@@ -44,18 +44,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that really computes in float64 (Qwen's norms go through float32 whatever its dtype)."""
     path = tmp_path_factory.mktemp("exact")
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        vocab_size=VOCABULARY,
-        initializer_range=0.3,
-    )
-    GPTNeoXForCausalLM(config).save_pretrained(path)
+    make_model(path)
     return path
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from async_rl.algorithm_config import AlgorithmConfig
-from trainer.algorithm.ratios import LOG_RATIO_BOUND
+from trainer.algorithm.ratios import k2_of, k3_of
 from trainer.algorithm.segments import segment_max, segment_mean
 from trainer.algorithm.tokens import TokenData
 
@@ -37,13 +37,12 @@ def total_variation(current: torch.Tensor, behaviour: torch.Tensor) -> torch.Ten
 
 def k2(current: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
     """½ (log π/μ)² [n] (Schulman, joschu.net/blog/kl-approx.html)."""
-    return 0.5 * (current - behaviour).square()
+    return k2_of(current - behaviour)
 
 
 def k3(current: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
     """ρ - 1 - log ρ with ρ = π/μ [n], whose mean over what μ sampled is KL(μ ‖ π) (Schulman, as above)."""
-    delta = (current - behaviour).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return delta.expm1() - delta
+    return k3_of(current - behaviour)
 
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

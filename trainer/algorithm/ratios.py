@@ -22,6 +22,17 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
+def k2_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """½ (log ρ)² (J. Schulman, "Approximating KL divergence", 2020)."""
+    return 0.5 * log_ratio.square()
+
+
+def k3_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """ρ - 1 - log ρ, log ρ clamped to ±20: its mean over what q sampled, of ρ = p/q, is KL(q ‖ p) (as above)."""
+    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bounded.expm1() - bounded
+
+
 def version_runs(data: TokenData) -> torch.Tensor:
     """int64 [n]: a number for each (attempt, version), the same for all its tokens."""
     ages = int(data.age.max()) + 1 if data.age.numel() else 1

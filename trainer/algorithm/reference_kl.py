@@ -23,24 +23,14 @@ from collections.abc import Callable
 import torch
 
 from async_rl.credit_config import CreditConfig
-
-LOG_RATIO_BOUND = 20.0  # as for importance ratios: exp(20) is far beyond use, and far from overflow
+from trainer.algorithm.ratios import bounded_exp, k2_of, k3_of
 
 
 def k1(gap: torch.Tensor) -> torch.Tensor:
     return -gap
 
 
-def k2(gap: torch.Tensor) -> torch.Tensor:
-    return gap.square() / 2
-
-
-def k3(gap: torch.Tensor) -> torch.Tensor:
-    bounded = gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return bounded.expm1() - bounded
-
-
-FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2_of, "k3": k3_of}
 """From d = log π_ref - log π_θ [n]; k3 clamps it to ±20."""
 
 
@@ -53,7 +43,7 @@ def token_penalties(
     value = FORMS[form](reference.detach() - current)
     if not weighted:
         return value
-    ratio = (current - behaviour.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = bounded_exp(current - behaviour.detach())
     return (ratio.detach() if form == "k2" else ratio) * value
 
 
