@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,41 +24,23 @@ from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import write_adapter
 from async_rl.schema import ConfigError
-from async_rl.trajectory import MaskReason
 from trainer import optimizer_state
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
-from trainer.algorithm.loss import batch_coefficients, partial_loss
+from trainer.algorithm.loss import partial_loss
 from trainer.algorithm.metrics import ratio_metrics
 from trainer.algorithm.ratios import k3_of
 from trainer.algorithm.reference_kl import partial_penalty
 from trainer.algorithm.tokens import TokenData, floored
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary, make_canary
-from trainer.head import Mixture
+from trainer.flat_batch import Batch, flatten, unflatten
 from trainer.logprobs import Rows, Scorer, vocabulary_size
 from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
 from trainer.minibatches import Snapshot, split_groups
 from trainer.model_loading import load_model, resolve_device
 
 log = logging.getLogger("trainer")
-
-
-class Batch(NamedTuple):
-    """A batch's trained tokens. `rows` are the samples that have any, `wanted` the places of their trained tokens,
-    `start` where each row's tokens begin in the flat `data` and `coefficients` (sample order), and in `top`, the
-    sampler's likeliest tokens with their probabilities, where scores are centred."""
-
-    rows: list[int]
-    wanted: list[npt.NDArray[np.intp]]
-    start: npt.NDArray[np.int64]
-    data: TokenData
-    coefficients: torch.Tensor
-    top: Mixture | None = None
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.start[-1])
 
 
 class Accumulated(NamedTuple):
@@ -156,7 +137,7 @@ class TorchBackend:
         else:
             with torch.no_grad():
                 before = self._accumulate(samples, batch)
-            updates = self._updates(samples, batch, before.proximal, learning_rate)
+            updates = self._updates(samples, batch, before, learning_rate)
         loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
@@ -166,22 +147,22 @@ class TorchBackend:
             metrics["top_mass"] = float(batch.top.weights.double().sum(1).mean())
         if before.reference is not None and batch.n_tokens:
             metrics["reference_kl"] = float(k3_of((before.reference - before.proximal).double()).mean())
-        return StepResult(metrics, _unflatten(samples, batch, before.proximal), skipped=norm == 0)
+        return StepResult(metrics, unflatten(samples, batch, before.proximal), skipped=norm == 0)
 
     def _updates(
-        self, samples: Sequence[Sample], whole: Batch, proximal: torch.Tensor, learning_rate: float
+        self, samples: Sequence[Sample], whole: Batch, before: Accumulated, learning_rate: float
     ) -> list[Update]:
         """One update for each part of the batch, or none: when one raises, weights and optimiser go back."""
         saved, steps = Snapshot(self.parameters.values(), self.optimizer), self.optimizer_steps
-        rows = {index: whole.start[row : row + 2] for row, index in enumerate(whole.rows)}
         updates = []
         try:
             for places in split_groups(samples, self.trainer.updates_per_batch):
                 part = [samples[place] for place in places]
+                theirs = whole.places_of(places)
                 batch = self._flatten(part)
-                theirs = [proximal[slice(*rows[place])] for place in places if place in rows]
-                data = batch.data._replace(proximal=torch.cat([proximal[:0], *theirs]))
-                updates.append(self._update(part, batch._replace(data=data), learning_rate))
+                data = batch.data._replace(proximal=before.proximal[theirs])
+                reference = None if before.reference is None else before.reference[theirs]
+                updates.append(self._update(part, batch._replace(data=data, reference=reference), learning_rate))
         except BaseException:
             saved.restore()
             self.optimizer_steps = steps
@@ -211,47 +192,7 @@ class TorchBackend:
         return Update(before.loss, norm, before)
 
     def _flatten(self, samples: Sequence[Sample]) -> Batch:
-        rows, wanted = [], []
-        for index, sample in enumerate(samples):
-            places = np.flatnonzero(np.asarray(sample.mask) == MaskReason.SAMPLED)
-            if places.size:
-                _check(sample, places, self.vocabulary_size)
-                rows.append(index)
-                wanted.append(places)
-        counts = np.array([places.size for places in wanted], dtype=np.int64)
-
-        def flat(values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
-            return torch.as_tensor(np.asarray(values), dtype=dtype, device=self.device)
-
-        behaviour = [samples[row].behaviour[places] for row, places in zip(rows, wanted, strict=True)]
-        ages = [samples[row].ages[places] for row, places in zip(rows, wanted, strict=True)]
-        attempt, group = (
-            flat(np.repeat(np.array([of(samples[row]) for row in rows], dtype=np.int64), counts), torch.int64)
-            for of in (attrgetter("attempt"), attrgetter("group"))
-        )
-        data = TokenData(
-            behaviour=flat(np.concatenate([np.zeros(0, np.float32), *behaviour]), self._dtype),
-            advantage=flat(
-                np.repeat(np.array([samples[row].advantage for row in rows], np.float64), counts), self._dtype
-            ),
-            attempt=attempt,
-            age=flat(np.concatenate([np.zeros(0, np.int32), *ages]), torch.int64),
-        )
-        start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        top = self._top([samples[row] for row in rows], wanted) if self.algorithm.center_scores else None
-        return Batch(rows, wanted, start, data, batch_coefficients(attempt, group, self.algorithm), top)
-
-    def _top(self, samples: Sequence[Sample], wanted: Sequence[npt.NDArray[np.intp]]) -> Mixture:
-        """The sampler's likeliest tokens at every trained one, and their probabilities."""
-        k = self.algorithm.center_scores
-        ids, logprobs = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
-        for sample, places in zip(samples, wanted, strict=True):
-            if sample.top is None or sample.top.ids.shape != (len(sample.tokens), k):
-                raise AsyncRLError(f"attempt {sample.attempt} of the batch: no {k} likeliest tokens at each place")
-            ids.append(sample.top.ids[places].astype(np.int64))
-            logprobs.append(sample.top.logprobs[places])
-        probabilities = torch.from_numpy(np.concatenate(logprobs)).to(self.device, self._dtype).exp()
-        return Mixture(torch.from_numpy(np.concatenate(ids)).to(self.device), probabilities)
+        return flatten(samples, self.algorithm, self.vocabulary_size, self._dtype, self.device)
 
     def _forward(self, rows: Rows, batch: Batch, where: torch.Tensor) -> tuple[torch.Tensor, TokenData]:
         """log π_θ of a micro-batch's tokens [n], and what else the loss knows of them."""
@@ -264,11 +205,12 @@ class TorchBackend:
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
         """Gradients are accumulated when they are enabled."""
         proximal = torch.zeros_like(batch.data.behaviour)
-        reference = torch.zeros_like(proximal) if self._reference_in_loss else None
+        asked = self._reference_in_loss and batch.reference is None
+        reference = torch.zeros_like(proximal) if asked else batch.reference
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         learning = torch.zeros((), dtype=torch.int64, device=self.device)
         for rows, where in self._micro_batches(samples, batch):
-            if reference is not None:
+            if asked and reference is not None:
                 reference[where] = self._reference_logprobs(rows)
             current, data = self._forward(rows, batch, where)
             coefficients = batch.coefficients[where]
@@ -323,7 +265,7 @@ class TorchBackend:
         flat = torch.zeros_like(batch.data.behaviour)
         for rows, where in self._micro_batches(samples, batch):
             flat[where] = self._reference_logprobs(rows)
-        return _unflatten(samples, batch, flat)
+        return unflatten(samples, batch, flat)
 
     @torch.no_grad()
     def logprobs(
@@ -377,23 +319,3 @@ def refuse_several_ranks() -> None:
             f"the trainer runs in a torch.distributed group of {ranks} ranks, and backend torch trains on one: "
             "start it as a single process (not with torchrun)"
         )
-
-
-def _check(sample: Sample, places: npt.NDArray[np.intp], vocabulary: int) -> None:
-    """Refuse what cannot be trained. Raises AsyncRLError and FloatingPointError naming the attempt."""
-    name = f"attempt {sample.attempt} of the batch"
-    if places[0] == 0:
-        raise AsyncRLError(f"{name}: its first token is marked as sampled, but there is no prompt token before it")
-    if sample.tokens.min() < 0 or sample.tokens.max() >= vocabulary:
-        raise AsyncRLError(f"{name}: a token id outside the model's vocabulary of {vocabulary}")
-    if not np.isfinite(sample.behaviour[places]).all():
-        raise FloatingPointError(f"{name}: a behaviour log-probability is not finite")
-
-
-def _unflatten(samples: Sequence[Sample], batch: Batch, flat: torch.Tensor) -> list[npt.NDArray[np.float32]]:
-    """Each sample's log-probabilities, float32[n], 0 where a token does not train."""
-    out = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
-    values = flat.float().cpu().numpy()
-    for index, (row, places) in enumerate(zip(batch.rows, batch.wanted, strict=True)):
-        out[row][places] = values[batch.start[index] : batch.start[index + 1]]
-    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import AlgorithmConfig
 from trainer.backend import Sample
 from trainer.logprobs import Rows
+from trainer.minibatches import split_groups
 
 TEMPERATURE = 0.7  # of make_backend
 
@@ -67,6 +69,22 @@ def test_the_gradient_of_the_penalty_is_that_of_the_written_out_loss(folder: Pat
     theirs = torch.cat([parameter.grad.flatten() for parameter in backend.parameters.values()]).numpy()
     assert np.linalg.norm(ours) > 0
     assert np.linalg.norm(ours - theirs) < 1e-9 * np.linalg.norm(theirs)
+
+
+def test_several_updates_of_a_batch_ask_for_its_reference_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(folder)
+    algorithm = AlgorithmConfig(reference_kl="k3", reference_kl_weight=0.5)
+    at_once, one_by_one = (make_backend(folder, algorithm, "float64", budget=30) for _ in range(2))
+    at_once.trainer = msgspec.structs.replace(at_once.trainer, updates_per_batch=2)
+    asked: list[int] = []
+    ask = at_once._reference_logprobs
+    monkeypatch.setattr(at_once, "_reference_logprobs", lambda rows: [asked.append(len(rows.target)), ask(rows)][1])
+    at_once.step(batch, 1e-3)
+    assert sum(asked) == sum(int((sample.mask == 0).sum()) for sample in batch)
+    for places in split_groups(batch, 2):
+        one_by_one.step([batch[place] for place in places], 1e-3)
+    for ours, theirs in zip(at_once.parameters.values(), one_by_one.parameters.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_steps_without_any_advantage_go_back_to_the_reference(folder: Path) -> None:
