@@ -79,12 +79,17 @@ def run_bench(
         results.append({"cell": cell.name, "baseline": cell.baseline, "arms": values})
     return {
         "bench": name,
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "made": made_now(),
         "machine": machine(),
         "settings": {"rounds": rounds, **settings},
         "metrics": [metric._asdict() for metric in metrics],
         "cells": results,
     }
+
+
+def made_now() -> str:
+    """When a benchmark was made: UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def machine() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from async_rl.config import load_config
 from async_rl.errors import AsyncRLError
-from async_rl.run.bench import Metric, bench_main, bench_parser, finish_bench, machine, positive
+from async_rl.run.bench import Metric, bench_main, bench_parser, finish_bench, machine, made_now, positive
 from async_rl.run.bench_staleness_cells import Cell, Outcome, Scale, Task, overrides_of
 from async_rl.run.bench_staleness_plan import CORRECTIONS, Grid, plan
 from async_rl.run.bench_staleness_results import (
@@ -73,7 +73,7 @@ def document_of(runs: Sequence[Run], scale: Scale, seeds: int) -> dict[str, Any]
             cells.append({"cell": place.name, "baseline": ON_POLICY, "arms": measured})
     return {
         "bench": "staleness",
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "made": made_now(),
         "machine": machine(),
         "settings": {"rounds": seeds, **msgspec.to_builtins(scale)},
         "metrics": [metric._asdict() for metric in METRICS],
