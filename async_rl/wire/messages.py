@@ -11,7 +11,7 @@ new SCHEMA. Who sends what:
     buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
     tool    -> buffer   StatusRequest, Drain     buffer -> tool      Status, DrainAnswer
     trainer -> store    Upload, PinPolicy        store  -> trainer   Stored
-    node    -> store    Pull                     store  -> node      Announce, Chunk
+    node    -> store    Route, Pull              store  -> node      Announce, Routed, Chunk
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Outcome = Literal["trained", "stale", "refused"]
 # What a peer declares is checked while it is decoded, the lengths before their contents. So the most that a frame can
 # become here is some times its bytes.
 MAX_EVALUATED = 1 << 20  # instances of one evaluation
+MAX_ROUTE = 1 << 16  # policy files that are applied one after the other
 MAX_WORDS = 4096
 Words = Annotated[str, Meta(max_length=MAX_WORDS)]  # for people; `words` shortens
 Label = Annotated[str, Meta(max_length=200)]
@@ -424,12 +425,14 @@ class StatusRequest(Message, frozen=True, array_like=True, tag=True):
 
 class Upload(Message, frozen=True, array_like=True, tag=True):
     """One policy file, whole, as a blob (the trainer and the store usually share a machine; adapters are small).
-    `sha256` is of the file's bytes; the policy's own digest is over its tensors and is checked by the receivers."""
+    `sha256` is of the file's bytes; the policy's own digest is over its tensors and is checked by the receivers.
+    `parent`, of a file of kind "factors": the policy whose weights it changes; the other kinds stand alone."""
 
     policy: PolicyId
     kind: Label
     size: Count
     sha256: Label
+    parent: PolicyId | None = None
 
 
 class Stored(Message, frozen=True, array_like=True, tag=True):
@@ -456,6 +459,32 @@ class Announce(Message, frozen=True, array_like=True, tag=True):
     order: int
 
 
+class Route(Message, frozen=True, array_like=True, tag=True):
+    """What has to be pulled and applied, by a node whose weights are those of `have` (None: of no policy that it can
+    name), to get to `policy`?"""
+
+    policy: PolicyId
+    have: PolicyId | None = None
+
+
+class RouteFile(msgspec.Struct, frozen=True, array_like=True):
+    """`policy` is whose weights these are once the file is applied; size and SHA-256 are the file's."""
+
+    policy: PolicyId
+    kind: Label
+    size: Count
+    sha256: Label
+
+
+class Routed(Message, frozen=True, array_like=True, tag=True):
+    """In the order in which they are applied: updates alone where they lead from what the node has, else one file that
+    stands alone and the updates after it; empty when the node has it already. `error`: there is no way."""
+
+    policy: PolicyId
+    files: Annotated[tuple[RouteFile, ...], Meta(max_length=MAX_ROUTE)] = ()
+    error: Words = ""
+
+
 class Pull(Message, frozen=True, array_like=True, tag=True):
     policy: PolicyId
     offset: Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -477,7 +506,7 @@ AnyMessage = (
     NodeReady | NodeServing | NodeHolds | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | Checkpointed | EvalRequest | EvalResult
     | Finish | Final | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
-    | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver
+    | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver | Route | Routed
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
