@@ -23,6 +23,8 @@ from async_rl.credit_config import check_credit
 from async_rl.schema import REFUSED, Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Section as Section
+from async_rl.trainer_config import TrainerConfig as TrainerConfig
+from async_rl.trainer_config import check_trainer
 from async_rl.trajectory import BYTES_PER_TOKEN
 from async_rl.wire.messages import MAX_EVALUATED
 
@@ -108,36 +110,6 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     """A node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
 
 
-class TrainerConfig(Section, frozen=True, kw_only=True):
-    kind: Literal["lora"] = "lora"
-    backend: Literal["torch"] = "torch"
-    rank: PositiveInt = 16
-    alpha: PositiveFloat = 32.0
-    targets: tuple[str, ...] = ()
-    """Names of the linear modules to adapt (last part of the module path); empty is every linear layer except
-    routers, head and embeddings."""
-    learning_rate: PositiveFloat = 2e-4
-    warmup_steps: Count = 5
-    final_learning_rate: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    """Fraction of learning_rate reached by linear decay at the last step."""
-    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    updates_per_batch: PositiveInt = 1
-    """Optimiser steps on each batch, over disjoint parts of whole groups; the version rises once a batch all the same.
-    Above 1 a pass of its own gives the proximal log-probabilities first."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Tokens computed at once, padding included where there is any; an attempt that has more is computed alone."""
-    packing: Literal["auto", "never"] = "auto"
-    """auto: sequences lie behind one another without padding, if the model's log-probabilities are then the same (tried
-    when it is loaded). never: rows padded to the longest of a micro-batch."""
-    activation_checkpointing: bool = False
-    """Keep only each layer's input and compute the layer again in the backward pass: less memory, a third more time."""
-    checkpoint_every: Count = 20
-    """Versions between checkpoints; 0 is only at the end."""
-
-
 class LaunchConfig(Section, frozen=True, kw_only=True):
     kind: Literal["local"] = "local"
     grace: PositiveFloat = 10.0
@@ -176,6 +148,13 @@ def check_config(config: Config) -> None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     check_buffer(buffer)
     check_credit(config.algorithm, group_size=buffer.group_size, max_new_tokens=inference.max_new_tokens)
+    check_trainer(
+        config.trainer,
+        in_flight=inference.in_flight,
+        reference_kl=config.algorithm.reference_kl,
+        dtype=config.model.dtype,
+        deterministic=config.run.deterministic,
+    )
     updates = config.trainer.updates_per_batch
     check_algorithm(config.algorithm, updates_per_batch=updates)
     if updates > buffer.groups_per_step:
@@ -356,6 +335,7 @@ def _readable(message: str) -> str:
 def config_table(config: Config) -> dict[str, Any]:
     """The config as plain TOML values, without what is unset: what a run directory's config.toml holds."""
     table = msgspec.to_builtins(config)
-    if table["model"]["tiny"] is None:
-        del table["model"]["tiny"]
+    for section, key in (("model", "tiny"), ("trainer", "step_control")):
+        if table[section][key] is None:
+            del table[section][key]
     return dict(table)
