@@ -21,6 +21,7 @@ from async_rl.policy.philox import Key, philox4x32, philox4x32_torch
 from async_rl.policy.projection import stream_key
 
 RoundingKey = Key
+_Wide = np.ndarray[Any, np.dtype[Any]]
 
 LANES = 8  # 16-bit values of one Philox call
 STREAM = 1  # the counter's third word
@@ -62,14 +63,16 @@ def round_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
 
 def noise_numpy(key: RoundingKey, first: np.ndarray[Any, Any], columns: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """uint32 [rows, columns] in 0 … 65535: the same as `noise`, one call an element."""
-    element = first.astype(np.uint64)[:, None] + np.arange(columns, dtype=np.uint64)
-    call, lane = element // np.uint64(LANES), (element % np.uint64(LANES)).astype(np.uint32)
+    element: _Wide = first.astype(np.uint64)[:, None] + np.arange(columns).astype(np.uint64)
+    call = element >> np.uint64(3)
+    lane = (element & np.uint64(LANES - 1)).astype(np.uint32)
     counter = np.zeros((*element.shape, 4), np.uint32)
     counter[..., 0] = call & np.uint64(0xFFFFFFFF)
     counter[..., 1] = call >> np.uint64(32)
     counter[..., 2] = STREAM
     words = np.take_along_axis(philox4x32(counter, key), (lane // 2)[..., None].astype(np.int64), axis=-1)[..., 0]
-    return (words >> (16 * (lane % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
+    random: _Wide = (words >> (16 * (lane % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
+    return random
 
 
 def round_bfloat16_numpy(
