@@ -2,7 +2,7 @@
 
 The files are opaque here (no torch). A policy is durable before it is announced: written under a temporary name,
 fsynced, renamed, and only then entered in `index.jsonl`. What is kept: every version that a trajectory within the
-staleness bound may still need, and what evaluation has pinned.
+staleness bound may still need, what evaluation has pinned, and what leads to them (buffer.routes).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,8 +26,24 @@ from async_rl.run.killpoints import reached
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, Received, Server
-from async_rl.wire.messages import Announce, Chunk, Finish, Message, PinPolicy, Pull, Stop, Stored, Upload
+from async_rl.wire.messages import (
+    FACTORS,
+    SNAPSHOT,
+    Announce,
+    Chunk,
+    Finish,
+    Message,
+    PinPolicy,
+    Pull,
+    Route,
+    Routed,
+    RouteFile,
+    Stop,
+    Stored,
+    Upload,
+)
 from buffer.gauges import StoreGauges
+from buffer.routes import Routes, StoredPolicy, expired
 
 log = logging.getLogger("store")
 
@@ -38,32 +53,6 @@ PARTING_S = 5.0
 MAX_PINS = 256
 MAX_UNREAD_CHUNKS = 64  # a puller asks for a few at a time; each may be as large as Pull.count allows
 HASH_TIMEOUT_S = 600.0  # it waits for nobody, and takes half a second a gigabyte
-
-
-class StoredPolicy(NamedTuple):
-    policy: PolicyId
-    kind: str
-    size: int
-    sha256: str
-    order: int
-
-
-def expired(stored: Sequence[StoredPolicy], pins: Iterable[PolicyId], max_staleness: int) -> list[StoredPolicy]:
-    """The retention rule: keep what is at most max_staleness + 1 behind the newest *announced* version (one more than
-    the bound, for a node whose pull began before the newest arrived), the newest itself, what is pinned, and
-    the canary."""
-    if not stored:
-        return []
-    newest = max(stored, key=lambda entry: entry.order)
-    pinned = set(pins)
-    return [
-        entry
-        for entry in stored
-        if entry is not newest
-        and entry.kind != CANARY
-        and entry.policy not in pinned
-        and entry.policy.version < newest.policy.version - max_staleness - 1
-    ]
 
 
 class PolicyFiles:
@@ -80,7 +69,10 @@ class PolicyFiles:
         self._expired = folder / "expired.part"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if keep:
-            self._stored = {entry.policy: entry for entry in self._read_index() if self._is_whole(entry)}
+            for entry in self._read_index():
+                self._stored.pop(entry.policy, None)
+                self._stored[entry.policy] = entry
+            self._stored = {policy: entry for policy, entry in self._stored.items() if self._is_whole(entry)}
             self._order = max((entry.order for entry in self._stored.values()), default=0)
         kept = {self._path(policy) for policy in self._stored}
         for leftover in (*folder.glob("*.policy"), *folder.glob("*.part")):
@@ -110,24 +102,30 @@ class PolicyFiles:
         return self._stored.get(policy)
 
     def add(self, upload: Upload, data: memoryview) -> StoredPolicy:
-        """Raises ValueError when the bytes are not those announced; the same policy again is stored once. A version at
-        or below the newest (of a trainer that has gone back) is kept, and not announced: its order is 0. So what is
-        announced later always has the higher version, and to compare the versions that two policies were served under
-        is to compare when they were announced. The canary is announced beside them, with the order 0 too."""
+        """Raises ValueError when the bytes are not those announced, or factors have no parent of a lower version. The
+        same policy again is stored once; in another form (a trainer that goes on from a checkpoint has all its weights,
+        and not the last change of them) it takes the place of the first. A version at or below the newest (of a trainer
+        that has gone back) is kept, and not announced: its order is 0. So what is announced later always has the higher
+        version, and to compare the versions that two policies were served under is to compare when they were announced.
+        The canary is announced beside them, with the order 0 too; a policy named "snapshot" never is."""
         known = self._stored.get(upload.policy)
         if known is not None and known.sha256 == upload.sha256:
+            self._stored[upload.policy] = self._stored.pop(upload.policy)  # the last, with which a past may begin anew
             return known
+        if upload.kind == FACTORS and (upload.parent is None or upload.parent.version >= upload.policy.version):
+            raise ValueError(f"policy {upload.policy.short()}: factors change a policy of a lower version: name it")
         path = self._path(upload.policy)
         partial = path.with_suffix(".part")
         if data.nbytes != upload.size or self._write(partial, data) != upload.sha256:
             partial.unlink(missing_ok=True)
             raise ValueError(f"policy {upload.policy.short()}: the bytes received are not those announced")
         newest = self.newest
-        is_news = upload.kind != CANARY and (newest is None or upload.policy.version > newest.policy.version)
-        self._order += is_news
-        entry = StoredPolicy(
-            upload.policy, upload.kind, upload.size, upload.sha256, self._order if is_news else NOT_ANNOUNCED
+        is_news = upload.policy.name not in (CANARY, SNAPSHOT) and (
+            newest is None or upload.policy.version > newest.policy.version
         )
+        self._order += is_news
+        order = self._order if is_news else known.order if known is not None else NOT_ANNOUNCED
+        entry = StoredPolicy(upload.policy, upload.kind, upload.size, upload.sha256, order, upload.parent)
         partial.replace(path)
         descriptor = os.open(self._folder, os.O_RDONLY)
         os.fsync(descriptor)  # the new name
@@ -138,9 +136,14 @@ class PolicyFiles:
             index.flush()
             os.fsync(index.fileno())
         reached("store.after-index")
+        self._stored.pop(upload.policy, None)  # so that it is the last
         self._stored[upload.policy] = entry
         self._sweep()
         return entry
+
+    def route(self, policy: PolicyId, have: PolicyId | None) -> tuple[StoredPolicy, ...] | None:
+        """See Routes.to."""
+        return Routes(self._stored.values()).to(policy, have)
 
     def read(self, policy: PolicyId, offset: int, count: int) -> bytes | None:
         """Up to `count` bytes of a policy's file, or None when it is not kept (any more)."""
@@ -201,7 +204,7 @@ class PolicyFiles:
 
     def _path(self, policy: PolicyId) -> Path:
         """Name, version and digest were checked when the message was decoded, so this stays inside the folder."""
-        return self._folder / f"{policy.version}-{policy.digest}.policy"
+        return self._folder / f"{policy.version}-{policy.digest}-{policy.name}.policy"
 
 
 class StoreService:
@@ -237,7 +240,7 @@ class StoreService:
         if joined.role == "node":
             for entry in (self._files.canary, self._files.newest):
                 if entry is not None:
-                    self._send(joined.peer, Announce(*entry))
+                    self._send(joined.peer, announcement(entry))
         elif joined.role == "trainer" and self._trainer is None:
             self._trainer = joined.peer
 
@@ -250,6 +253,8 @@ class StoreService:
             self._files.pin(message.policy, message.pinned)
         elif isinstance(message, Pull):
             self._on_pull(received.peer, message)
+        elif isinstance(message, Route):
+            self._on_route(received.peer, message)
         else:
             self._gauges.misplaced()
             log.warning("%s sent %s, which is not for it to send", received.peer, type(message).__name__)
@@ -266,13 +271,28 @@ class StoreService:
             return
         for node, role in list(self._server.peers.items()):
             if role == "node" and (entry.kind == CANARY or entry.order == self._files.newest_order):
-                self._send(node, Announce(*entry))
+                self._send(node, announcement(entry))
         reached("store.after-announce")
         self._send(peer, Stored(upload.policy))
 
+    def _on_route(self, peer: str, asked: Route) -> None:
+        if self._reads_no_answers(peer):
+            return
+        files = self._files.route(asked.policy, asked.have)
+        if files is None:
+            self._send(peer, Routed(asked.policy, error="the store does not have it (any more), or no way to it"))
+        else:
+            self._send(peer, Routed(asked.policy, tuple(RouteFile(*entry[:4]) for entry in files)))
+
+    def _reads_no_answers(self, peer: str) -> bool:
+        """It is disconnected then."""
+        if self._server.backlog(peer) < MAX_UNREAD_CHUNKS:
+            return False
+        self._disconnect(peer, f"it asks on and on, and has left {MAX_UNREAD_CHUNKS} answers unread")
+        return True
+
     def _on_pull(self, peer: str, pull: Pull) -> None:
-        if self._server.backlog(peer) >= MAX_UNREAD_CHUNKS:
-            self._disconnect(peer, f"it asks on and on, and has left {MAX_UNREAD_CHUNKS} answers unread")
+        if self._reads_no_answers(peer):
             return
         entry = self._files.get(pull.policy)
         data = self._files.read(pull.policy, pull.offset, pull.count) if entry else None
@@ -304,6 +324,10 @@ class StoreService:
             if not self._server.peers:
                 return
             self._server.poll(POLL_S)
+
+
+def announcement(entry: StoredPolicy) -> Announce:
+    return Announce(entry.policy, entry.kind, entry.size, entry.sha256, entry.order)
 
 
 def body(context: PoolContext) -> None:

@@ -422,6 +422,10 @@ class StatusRequest(Message, frozen=True, array_like=True, tag=True):
 
 # --- policy store ----------------------------------------------------------------------------------------------------
 
+# Kinds of policy files beside "lora" and that of the canary: a change of the parent's weights; all weights, which of a
+# policy of this *name* only serves routes and is not announced; no weights, but the word that they are the checkpoint's.
+FACTORS, SNAPSHOT, BASE = "factors", "snapshot", "base"
+
 
 class Upload(Message, frozen=True, array_like=True, tag=True):
     """One policy file, whole, as a blob (the trainer and the store usually share a machine; adapters are small).

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from async_rl.version import PolicyId
 from async_rl.wire.messages import Upload
-from buffer.store import PolicyFiles, StoredPolicy, expired
+from buffer.routes import StoredPolicy, expired
+from buffer.store import PolicyFiles
 
 
 def policy(version: int, mark: str = "a") -> PolicyId:
@@ -47,7 +48,7 @@ def test_a_stored_policy_is_on_disk_whole_and_in_the_index_before_add_returns(tm
     assert files.read(policy(3), 0, 1 << 20) == data
     assert files.read(policy(3), 10, 5) == data[10:15]
     line = json.loads((tmp_path / "store" / "index.jsonl").read_text())
-    assert line == ["run1", ["main", 3, "a" * 64], "lora", len(data), entry.sha256, entry.order]
+    assert line == ["run1", ["main", 3, "a" * 64], "lora", len(data), entry.sha256, entry.order, None]
     assert list((tmp_path / "store").glob("*.part")) == []
 
 
@@ -84,7 +85,7 @@ def test_a_policy_written_over_an_expired_one_is_whole_whichever_is_longer(tmp_p
         assert files.read(policy(version), 0, 1 << 20) == data
         if version:
             assert files.read(policy(version - 1), 0, 1 << 20) == bytes([version]) * sizes[version - 1]
-    kept = {f"{version}-{'a' * 64}.policy" for version in (5, 6)}
+    kept = {f"{version}-{'a' * 64}-main.policy" for version in (5, 6)}
     assert {path.name for path in tmp_path.iterdir()} == kept | {"index.jsonl", "expired.part"}
 
 
