@@ -81,7 +81,7 @@ class Routes:
     def needed(self, policy: PolicyId) -> list[StoredPolicy]:
         """What makes a policy reachable for whoever joins: the last file in its past that stands alone, and the updates
         since; without such a file all updates that there are."""
-        needed = []
+        needed: list[StoredPolicy] = []
         for _, alone, update in self.back(policy):
             if alone is not None:
                 return [*needed, alone]
