@@ -422,8 +422,8 @@ class StatusRequest(Message, frozen=True, array_like=True, tag=True):
 
 # --- policy store ----------------------------------------------------------------------------------------------------
 
-# Kinds of policy files, beside "lora" and the canary's: a change of the parent's weights; all weights (those of a policy
-# of this *name* only serve routes and are not announced); no weights, but the word that they are the checkpoint's.
+# Kinds of policy files, beside "lora" and the canary's: a change of the parent's weights; all weights (of a policy with
+# this *name* they only serve routes, and are not announced); no weights, but the word that they are the checkpoint's.
 FACTORS, SNAPSHOT, BASE = "factors", "snapshot", "base"
 
 
