@@ -112,6 +112,15 @@ def publishes_factors(trainer: TrainerConfig) -> bool:
     return trainer.kind == "sketch" and trainer.publish == "factors"
 
 
+def describe_trainer(trainer: TrainerConfig) -> str:
+    """The section in a line, for people: "sketch on torch, rank 16, update ratio 6e-05"."""
+    rank = "" if trainer.kind == "full" else f", rank {trainer.rank}"
+    ranks = "".join(f", {name} {each}" for name, each in sorted(trainer.ranks.items()))
+    control = f", at most {trainer.step_control.budget:g} nats a step" if trainer.step_control else ""
+    rate = f"{rate_key(trainer).replace('_', ' ')} {peak_rate(trainer):g}"
+    return f"{trainer.kind} on {trainer.backend}{rank}{ranks}, {rate}{control}"
+
+
 def check_trainer(
     trainer: TrainerConfig, *, in_flight: str, reference_kl: str, dtype: str, deterministic: bool
 ) -> None:

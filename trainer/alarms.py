@@ -26,6 +26,7 @@ class Remedies(NamedTuple):
     """What to do, as clauses of a sentence; a run adds what its settings are now."""
 
     slower: str = "lower trainer.learning_rate"
+    shorter: str = "trainer.max_grad_norm"
     fresher: str = "lower buffer.max_staleness"
     corrected: str = "choose another correction (algorithm.preset, algorithm.treatment)"
 
@@ -184,7 +185,7 @@ SWITCH = {
 
 def advice(name: str, remedies: Remedies) -> str:
     if name == "grad_norm":
-        return f"{remedies.slower}, or trainer.max_grad_norm"
+        return f"{remedies.slower}, or {remedies.shorter}"
     return f"{remedies.slower}, {remedies.fresher}, or {remedies.corrected}"
 
 

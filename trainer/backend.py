@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from async_rl.top_tokens import TopTokens
 from trainer.canary import Canary
+from trainer.push_sizes import PushSizes
 
 
 class Sample(NamedTuple):
@@ -53,13 +54,22 @@ class Backend(Protocol):
     def modules(self) -> tuple[str, ...]:
         """Full paths of the modules that the policy adapts."""
 
-    def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
-        """One optimiser step on a whole batch, whatever micro-batches it takes. Raises FloatingPointError when the
-        loss or the gradient is not finite; the weights are then unchanged."""
+    @property
+    def publishes_canary(self) -> bool:
+        """Whether there is a canary to publish: not for policies of which a node holds one copy."""
+
+    @property
+    def push_sizes(self) -> PushSizes:
+        """What a version would take in other forms."""
+
+    def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
+        """One optimiser step on a whole batch, whatever micro-batches it takes, at this learning rate (or update
+        ratio). Raises FloatingPointError when the loss or the gradient is not finite; the weights are then
+        unchanged."""
 
     def reference(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
         """Log-probabilities of each sample's tokens under the base model, at sampling temperature: float32[n] each, 0
-        where mask is not 0. Raises as `step` does."""
+        where mask is not 0. Raises as `step` does, and where the base model is not kept."""
 
     def logprobs(
         self, tokens: Sequence[npt.NDArray[np.int32]], temperature: float = 1.0
@@ -68,17 +78,21 @@ class Backend(Protocol):
         token t+1 (the same shape as Engine.score)."""
 
     def export(self, path: Path) -> str:
-        """Write the policy as one adapter file (async_rl.policy.adapter) and return its digest."""
+        """Write the policy as one file, once for each version, and return its digest: an adapter
+        (async_rl.policy.adapter), or what async_rl.policy.update_file has for the other kinds. The file says which."""
+
+    def export_whole(self, path: Path) -> str:
+        """Write it as a file that stands alone, under the digest of the last `export`."""
 
     def canary(self, path: Path, seed: int, tokens: Sequence[npt.NDArray[np.int32]]) -> Canary:
         """Write a policy of seeded noise in every target as an adapter file, and score `tokens` under it and under
         the base model (trainer.canary). The weights are afterwards what they were, bit for bit."""
 
-    def export_peft(self, folder: Path) -> None:
-        """Write the policy in PEFT layout, for transformers + peft."""
+    def export_final(self, folder: Path) -> None:
+        """Write the policy for people: in PEFT layout, or as a whole Hugging Face checkpoint."""
 
     def save(self, folder: Path) -> None:
-        """Write everything that `load` needs to go on exactly: adapter, optimiser, counters. Atomic is the caller's
+        """Write everything that `load` needs to go on exactly: what learns, optimiser, counters. Atomic is the caller's
         business."""
 
     def load(self, folder: Path) -> None: ...

@@ -27,6 +27,7 @@ def _torch(config: Config, model_path: Path) -> Backend:
         seed=config.run.seed,
         dtype=config.model.dtype,
         device=config.model.device,
+        steps=config.run.steps * config.trainer.updates_per_batch,
     )
 
 

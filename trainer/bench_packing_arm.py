@@ -98,7 +98,9 @@ def work(job: Job) -> Measures:
     before = _start_of_peak()
     backend.step(samples, 0.0)
     peak = _resident("VmHWM") - before
-    states = [backend.optimizer.state[parameter]["exp_avg"] for parameter in backend.parameters.values()]
+    states = [
+        backend.learnable.optimizer.state[parameter]["exp_avg"] for parameter in backend.learnable.parameters.values()
+    ]
     torch.cat([state.flatten() for state in states]).numpy().tofile(job.gradient)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(job.steps):
@@ -118,7 +120,7 @@ def _fill(backend: TorchBackend) -> None:
     """A fresh adapter's B is zero, and so is then the gradient of A."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in backend.parameters.values():
+        for parameter in backend.learnable.parameters.values():
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 

@@ -43,7 +43,7 @@ from trainer.alarms import Alarms
 from trainer.backend import Backend, StepResult
 from trainer.backends import make_backend
 from trainer.batches import TrainingBatch, prepare
-from trainer.schedule import learning_rate_at
+from trainer.schedule import rate_at
 from trainer.watch import remedies_of
 
 SAMPLER = "inference.bench_staleness_sampler"
@@ -182,7 +182,7 @@ def run(scale: Scale, cell: Cell, sampler: Child, folder: Path) -> Outcome:
                 outcome.evals.append((version, queue.evaluate(version, digest, adapter)))
             if version < scale.updates:
                 batch = prepared(config, queue.draw(version), backend)
-                rate = learning_rate_at(version, config.run.steps, config.trainer)
+                rate = rate_at(version, config.run.steps, config.trainer)
                 course.add(batch, backend.step(batch.samples, rate))
     except FloatingPointError as error:
         outcome.error = str(error)

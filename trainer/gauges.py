@@ -16,6 +16,7 @@ GAUGES = {
     "loss": Metric("gauge", "async_rl_trainer_loss", "Its loss."),
     "grad_norm": Metric("gauge", "async_rl_trainer_gradient_norm", "Its gradient's norm before clipping."),
     "learning_rate": Metric("gauge", "async_rl_trainer_learning_rate", "Its learning rate."),
+    "update_ratio": Metric("gauge", "async_rl_trainer_update_ratio", "A sketch's step over the weights' norm."),
     "ess": Metric("gauge", "async_rl_trainer_effective_sample_ratio", "Effective sample size over sample size."),
     "k3": Metric("gauge", "async_rl_trainer_k3_nats", "k3 estimate of the KL between trainer and sampling policy."),
     "learning_fraction": Metric("gauge", "async_rl_trainer_learning_ratio", "Share of tokens that move the policy."),

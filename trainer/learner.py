@@ -11,7 +11,6 @@ import msgspec
 
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint, pacing
-from async_rl.proof import Proof
 from async_rl.run.curve import draw_learning_curve
 from async_rl.run.dial import dial_services
 from async_rl.run.killpoints import reached
@@ -47,10 +46,10 @@ from trainer.batches import TrainingBatch, prepare, with_reference_kl
 from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
-from trainer.proving import Prover
-from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
+from trainer.publish import Published, Publisher
 from trainer.records import batch_record, health, pools_record, sample_records, samples_due
-from trainer.schedule import learning_rate_at
+from trainer.releases import Releases
+from trainer.schedule import rate_at
 from trainer.trackers import Records, RecordWriter, open_trackers
 from trainer.watch import Watch
 
@@ -89,7 +88,7 @@ class Learner:
         self._state = state
         self._buffer = buffer
         self._publisher = Publisher(buffer, store)
-        self._prover = Prover(backend, context.config.run.seed)
+        self._releases = Releases(context, backend, self._publisher)
         self._store = store
         self._metrics = metrics
         self._samples = samples
@@ -97,7 +96,6 @@ class Learner:
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
         self._evaluating = {request.policy: request for request in state.evaluating}
-        self._push_bytes = 0
         self._fingerprint = fingerprint
         self._life = secrets.token_hex(8)
         self._watch = Watch(context.config, context.directory.checkpoints, context.directory.metrics_path)
@@ -111,7 +109,7 @@ class Learner:
         for policy in self._evaluating:
             self._publisher.pin(policy, True)  # before the store has a reason to let go of it
         self._talk.introduce()
-        self._publish_canary()
+        self._releases.canary()
         self._publish()
         self._evaluate_if_due()
         try:
@@ -122,7 +120,7 @@ class Learner:
                 drawn_at = time.monotonic()
                 reached("trainer.after-draw")
                 batch = prepare(drawn, self._config, self._backend.vocabulary_size)
-                rate = learning_rate_at(state.version, steps, self._config.trainer)
+                rate = rate_at(state.version, steps, self._config.trainer)
                 with self._watchdog.working(f"trains batch {drawn.message.batch} from version {state.version}"):
                     batch = with_reference_kl(batch, self._backend, self._config.algorithm)
                     result = self._step(batch, rate)
@@ -201,25 +199,9 @@ class Learner:
         self._state.version += 1
 
     def _publish(self) -> Published:
-        path = self._directory.adapters / "outgoing.safetensors"
-        with self._watchdog.working(f"exports version {self._state.version}"):
-            self._state.digest = self._backend.export(path)
-            proof = self._prover.prove(self._state.digest)
-        published = self._upload(self._policy, path, proof)
-        self._push_bytes = published.size
+        policy, published = self._releases.release(self._state.version)
+        self._state.digest = policy.digest
         return published
-
-    def _publish_canary(self) -> None:
-        """Before any policy: no node may work that has not shown it."""
-        path = self._directory.adapters / "canary.safetensors"
-        with self._watchdog.working("makes the canary"):
-            canary, proof = self._prover.canary(path)
-        self._upload(canary, path, proof)
-
-    def _upload(self, policy: PolicyId, path: Path, proof: Proof) -> Published:
-        awaiting = f"waits for buffer and store to take policy {policy.name} {policy.short()}"
-        with self._watchdog.expect(awaiting, PUBLISH_LIMIT_S):
-            return self._publisher.publish(policy, path, proof)
 
     @property
     def _policy(self) -> PolicyId:
@@ -335,10 +317,10 @@ class Learner:
             self._write_results(final)
 
     def _write_results(self, final: Final | None) -> None:
-        self._backend.export_peft(self._directory.adapters / "final")
+        self._backend.export_final(self._directory.adapters / "final")
         summary = build_summary(
             read_metrics(self._directory.metrics_path), final.status if final else None, self._config,
-            self._time_s(), {"push_bytes": self._push_bytes},
+            self._time_s(), self._releases.sizes(),
         )  # fmt: skip
         self._directory.summary_path.write_text(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode())
         draw_learning_curve(self._directory.metrics_path, self._directory.curve_path, self._config)

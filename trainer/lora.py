@@ -78,7 +78,7 @@ def resolve_targets(model: nn.Module, names: Sequence[str] = ()) -> Targets:
     any, naming what exists."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     by_default = {name: module for name, module in linear.items() if not _left_out(model, name, module)}
-    fused = _fused_experts(model)
+    fused = fused_experts(model)
     if names:
         for name in names:
             if not any(_matches(path, name) for path in linear):
@@ -201,7 +201,7 @@ def _patterns(model: nn.Module, modules: Sequence[Target]) -> tuple[str, ...]:
     return tuple(sorted({target.name if target.last in ambiguous else target.last for target in modules}))
 
 
-def _fused_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def fused_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Expert weights that are one 3-D parameter per layer (transformers 5), by path."""
     return {
         name: tuple(parameter.shape)

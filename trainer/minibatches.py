@@ -6,10 +6,7 @@ policy is still the proximal one; from then on π_θ/π_prox differs from 1, and
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from trainer.backend import Sample
 
@@ -24,18 +21,3 @@ def split_groups(samples: Sequence[Sample], parts: int) -> list[list[int]]:
     for place, sample in enumerate(samples):
         split[part_of[sample.group]].append(place)
     return split
-
-
-class Snapshot:
-    """Weights and optimiser as they are now, to go back to when a later part of a batch fails."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
-        self._optimizer = optimizer
-        self._state = copy.deepcopy(optimizer.state_dict())
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for parameter, value in self._parameters:
-            parameter.copy_(value)
-        self._optimizer.load_state_dict(self._state)

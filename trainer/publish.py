@@ -36,18 +36,24 @@ class Publisher:
         self._pinned: set[PolicyId] = set()
 
     def publish(self, policy: PolicyId, path: Path, proof: Proof) -> Published:
+        """To the buffer and to the store."""
         started = time.monotonic()
-        data = path.read_bytes()
         self._buffer.send(PolicyPublished(policy, proof))
         # Not just sent but handled: a node that serves the policy may speak to the buffer over a faster connection.
         self._buffer.flush(STORE_TIMEOUT_S)
+        size = self.store(policy, path)
+        return Published(size, (time.monotonic() - started) * 1e3)
+
+    def store(self, policy: PolicyId, path: Path) -> int:
+        """To the store alone; its size."""
+        data = path.read_bytes()
         kind = CANARY if policy.name == CANARY else "lora"
         upload = Upload(policy, kind, len(data), hashlib.sha256(data).hexdigest())
         self._is_new_store()
         self._store.send(upload, [data])
         reached("trainer.after-upload")
         self._await_stored(upload, data)
-        return Published(len(data), (time.monotonic() - started) * 1e3)
+        return len(data)
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
         (self._pinned.add if pinned else self._pinned.discard)(policy)

@@ -1,4 +1,5 @@
-"""The torch backend: one Hugging Face causal language model on one device, LoRA on it, AdamW on the adapter.
+"""The torch backend: one Hugging Face causal language model on one device. What of it learns, and by which optimiser,
+is its kind's (trainer/learnable.py).
 
 A step is a transaction. Gradients are accumulated over all micro-batches first; only when the loss and the gradient's
 norm are finite do the weights and the optimiser move. So a step that raises, or is skipped, leaves both bit for bit as
@@ -7,24 +8,22 @@ they were.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
-from async_rl.policy.adapter import write_adapter
 from async_rl.schema import ConfigError
-from trainer import optimizer_state
+from async_rl.trainer_config import rate_key
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.loss import partial_loss
@@ -33,14 +32,20 @@ from trainer.algorithm.ratios import k3_of
 from trainer.algorithm.reference_kl import partial_penalty
 from trainer.algorithm.tokens import TokenData, floored
 from trainer.backend import Sample, StepResult
-from trainer.canary import Canary, make_canary
+from trainer.canary import Canary
 from trainer.flat_batch import Batch, flatten, unflatten
+from trainer.kinds import make_learnable
 from trainer.logprobs import Rows, Scorer, vocabulary_size
-from trainer.lora import adapter_config, adapter_off, attach_lora, resolve_targets, write_peft_folder
-from trainer.minibatches import Snapshot, split_groups
+from trainer.lora import adapter_off
+from trainer.lora_weights import LoraWeights
+from trainer.minibatches import split_groups
 from trainer.model_loading import load_model, resolve_device
+from trainer.push_sizes import push_sizes
 
-log = logging.getLogger("trainer")
+if TYPE_CHECKING:
+    from trainer.step_control.control import StepControl
+
+CONTROL_FILE = "step_control.json"
 
 
 class Accumulated(NamedTuple):
@@ -54,19 +59,22 @@ class Accumulated(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One optimiser step: its loss, its gradient's norm (0: nothing was moved), and what was computed before it."""
+    """One optimiser step: its loss, its gradient's norm (0: nothing was moved), what was computed before it, and what
+    the control of its length has to say."""
 
     loss: float
     norm: float
     before: Accumulated
+    control: dict[str, float]
 
 
 class TorchBackend:
     """`trainer.backend.Backend` in plain torch.
 
     `temperature` is that of sampling: logits are divided by it in the loss, because behaviour log-probabilities are
-    those of the distribution that was sampled from. `dtype` is the base model's ("float32", "bfloat16", "float16");
-    the adapter and the optimiser are float32. `device` is "auto", "cpu" or "cuda". Raises AsyncRLError."""
+    those of the distribution that was sampled from. `dtype` is the model's ("float32", "bfloat16", "float16"); an
+    adapter and its optimiser are float32. `device` is "auto", "cpu" or "cuda"; `steps`, how many optimiser steps
+    the run takes, is what the budget of step control is spread over. Raises AsyncRLError."""
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class TorchBackend:
         seed: int,
         dtype: str = "float32",
         device: str = "auto",
+        steps: int = 1,
     ) -> None:
         refuse_several_ranks()
         if algorithm.loss:
@@ -91,55 +100,56 @@ class TorchBackend:
         self.model.to(self.device)  # type: ignore[arg-type]
         # No dropout: the policy that is trained must be the one that is served.
         self.model.eval()
-        self.targets = resolve_targets(self.model, trainer.targets)
-        log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank))
-        self.parameters = attach_lora(self.model, self.targets, trainer, seed)
+        self.push_sizes = push_sizes(self.model, trainer)
+        self.learnable = make_learnable(self.model, trainer, seed, self.model_path)
         self.scorer = Scorer(self.model, trainer.packing)
         if trainer.activation_checkpointing:
             checkpoint_layers(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=trainer.learning_rate,
-            betas=(trainer.beta1, trainer.beta2),
-            weight_decay=trainer.weight_decay,
-            fused=True,  # one pass over the whole adapter, on CPU too
-        )
-        self.optimizer_steps = 0
         self.vocabulary_size = vocabulary_size(self.model)
         if algorithm.center_scores > self.vocabulary_size:
             raise ConfigError(
                 f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has "
                 f"{self.vocabulary_size} tokens, so at most these"
             )
-        self.modules = tuple(target.name for target in self.targets.modules)
-        self._dtype = next(iter(self.parameters.values())).dtype  # float32, or what is wider
+        self._dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        self.control = _step_control(self, steps)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.learnable.modules
+
+    @property
+    def publishes_canary(self) -> bool:
+        return isinstance(self.learnable, LoraWeights)
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
-        """See the contract. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, those of
-        `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage, with a loss of one's own of all
-        tokens, that move the policy: neither gated nor beyond a clip), with a reference in the loss `reference_kl`, the
-        mean k3 of the policy against it, and with centred scores `top_mass`, the mean probability of the sampler's
-        likeliest tokens together. A skipped batch moves nothing, not even by weight decay, but its metrics and proximal
-        log-probabilities are real.
+    def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
+        """See the contract. Metrics: `loss`, `grad_norm` (before clipping; of a sketch, its own), `learning_rate` or
+        `update_ratio`, those of `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage, with a
+        loss of one's own of all tokens, that move the policy: neither gated nor beyond a clip), with a reference in the
+        loss `reference_kl`, the mean k3 of the policy against it, with centred scores `top_mass`, the mean probability
+        of the sampler's likeliest tokens together, and those of step control. A skipped batch moves nothing, not even
+        by weight decay, but its metrics and proximal log-probabilities are real.
         Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
 
         With trainer.updates_per_batch above 1 a pass without gradient comes first, for the proximal log-probabilities;
         then the parts of the batch are trained one after the other, each with denominators of its own. `loss` and
         `grad_norm` are their means."""
-        if not (math.isfinite(learning_rate) and learning_rate >= 0):
-            raise ValueError(f"learning rate {learning_rate}: must be finite and at least 0")
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"{rate_key(self.trainer)} {rate}: must be finite and at least 0")
         batch = self._flatten(samples)
         if self.trainer.updates_per_batch == 1:
-            updates = [self._update(samples, batch, learning_rate)]
+            updates = [self._update(samples, batch, rate)]
             before = updates[0].before
         else:
             with torch.no_grad():
                 before = self._accumulate(samples, batch)
-            updates = self._updates(samples, batch, before, learning_rate)
+            updates = self._updates(samples, batch, before, rate)
         loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        metrics = {"loss": loss, "grad_norm": norm, rate_key(self.trainer): rate} | _means(
+            each.control for each in updates
+        )
         metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
         judged = batch.n_tokens if self.algorithm.loss else int(batch.data.advantage.count_nonzero())
         metrics["learning_fraction"] = sum(each.before.learning for each in updates) / judged if judged else 1.0
@@ -149,11 +159,9 @@ class TorchBackend:
             metrics["reference_kl"] = float(k3_of((before.reference - before.proximal).double()).mean())
         return StepResult(metrics, unflatten(samples, batch, before.proximal), skipped=norm == 0)
 
-    def _updates(
-        self, samples: Sequence[Sample], whole: Batch, before: Accumulated, learning_rate: float
-    ) -> list[Update]:
+    def _updates(self, samples: Sequence[Sample], whole: Batch, before: Accumulated, rate: float) -> list[Update]:
         """One update for each part of the batch, or none: when one raises, weights and optimiser go back."""
-        saved, steps = Snapshot(self.parameters.values(), self.optimizer), self.optimizer_steps
+        restore = self.learnable.snapshot()
         updates = []
         try:
             for places in split_groups(samples, self.trainer.updates_per_batch):
@@ -162,15 +170,14 @@ class TorchBackend:
                 batch = self._flatten(part)
                 data = batch.data._replace(proximal=before.proximal[theirs])
                 reference = None if before.reference is None else before.reference[theirs]
-                updates.append(self._update(part, batch._replace(data=data, reference=reference), learning_rate))
+                updates.append(self._update(part, batch._replace(data=data, reference=reference), rate))
         except BaseException:
-            saved.restore()
-            self.optimizer_steps = steps
+            restore()
             raise
         return updates
 
-    def _update(self, samples: Sequence[Sample], batch: Batch, learning_rate: float) -> Update:
-        self.optimizer.zero_grad(set_to_none=True)
+    def _update(self, samples: Sequence[Sample], batch: Batch, rate: float) -> Update:
+        self.learnable.zero()
         # With every advantage 0, and no distance to pay for, so is the gradient: only log-probabilities matter.
         # A loss of one's own may learn from something else.
         penalised = self._reference_in_loss and self.algorithm.reference_kl_weight > 0
@@ -179,17 +186,16 @@ class TorchBackend:
         try:
             with torch.set_grad_enabled(learns):
                 before = self._accumulate(samples, batch)
-            norm = self._gradient_norm() if learns else 0.0
+            norm = self.learnable.norm() if learns else 0.0
             if not (math.isfinite(before.loss) and math.isfinite(norm)):
                 raise FloatingPointError(
-                    f"after {self.optimizer_steps} optimiser steps: loss {before.loss}, gradient norm {norm}; weights "
+                    f"after {self.learnable.steps} optimiser steps: loss {before.loss}, gradient norm {norm}; weights "
                     "and optimiser are unchanged"
                 )
-            if norm > 0:
-                self._move(norm, learning_rate)
+            control = self._move(norm, rate, samples) if norm > 0 else {}
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
-        return Update(before.loss, norm, before)
+            self.learnable.zero()
+        return Update(before.loss, norm, before, control)
 
     def _flatten(self, samples: Sequence[Sample]) -> Batch:
         return flatten(samples, self.algorithm, self.vocabulary_size, self._dtype, self.device)
@@ -244,23 +250,21 @@ class TorchBackend:
         with adapter_off(self.model):
             return floored(self.scorer.logprobs(rows, self.temperature))
 
-    def _gradient_norm(self) -> float:
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        return float(nn.utils.get_total_norm(gradients))
-
-    def _move(self, norm: float, learning_rate: float) -> None:
-        """Clip to the global norm and take the optimiser step."""
-        total = torch.tensor(norm, device=self.device)
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.trainer.max_grad_norm, total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer_steps += 1
+    def _move(self, norm: float, rate: float, samples: Sequence[Sample]) -> dict[str, float]:
+        """Take the step, as long as the optimiser makes it or as the control allows; its metrics."""
+        if self.control is not None:
+            return self.control.step(self.learnable, norm, rate, samples)
+        self.learnable.move(norm, rate)
+        return {}
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def reference(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
+        if not self.learnable.has_base:
+            raise AsyncRLError(
+                f'[trainer] kind = "{self.trainer.kind}" has changed the base model: it has no reference'
+            )
         batch = self._flatten(samples)
         flat = torch.zeros_like(batch.data.behaviour)
         for rows, where in self._micro_batches(samples, batch):
@@ -286,28 +290,61 @@ class TorchBackend:
     # --- files -------------------------------------------------------------------------------------------------------
 
     def export(self, path: Path) -> str:
-        return write_adapter(path, self.parameters, adapter_config(self.targets, self.trainer))
+        return self.learnable.export(path)
+
+    def export_whole(self, path: Path) -> str:
+        return self.learnable.export_whole(path)
 
     def canary(self, path: Path, seed: int, tokens: Sequence[npt.NDArray[np.int32]]) -> Canary:
-        scale = self.trainer.alpha / self.trainer.rank
-        score, export = partial(self.logprobs, tokens), partial(self.export, path)
-        return make_canary(self.model, self.parameters, scale, seed, score, export)
+        if not isinstance(self.learnable, LoraWeights):
+            raise AsyncRLError(f'[trainer] kind = "{self.trainer.kind}" publishes no canary')
+        return self.learnable.canary(path, seed, partial(self.logprobs, tokens))
 
-    def export_peft(self, folder: Path) -> None:
-        write_peft_folder(folder, self.parameters, adapter_config(self.targets, self.trainer), self.model_path)
+    def export_final(self, folder: Path) -> None:
+        self.learnable.export_final(folder)
 
     def save(self, folder: Path) -> None:
-        """adapter.safetensors (an adapter file), optimizer.safetensors and backend.json, in an existing folder."""
-        digest = self.export(folder / optimizer_state.ADAPTER_FILE)
-        counters = optimizer_state.Counters(self.optimizer_steps, digest, self.model_path)
-        optimizer_state.write(folder, self.parameters, self.optimizer, counters)
+        """The learnable's files, and step_control.json where steps are controlled, in an existing folder."""
+        self.learnable.save(folder)
+        if self.control is not None:
+            (folder / CONTROL_FILE).write_bytes(msgspec.json.encode(self.control.state()))
 
     def load(self, folder: Path) -> None:
         """Go on exactly where `save` was called. Nothing changes when it raises AsyncRLError: for files that are
-        missing or broken, or that belong to another set of targets or rank."""
-        self.optimizer_steps = optimizer_state.read(
-            folder, self.parameters, self.optimizer, adapter_config(self.targets, self.trainer)
-        ).optimizer_steps
+        missing or broken, or that belong to another configuration. Control that was off until then begins anew."""
+        control = _read_control(folder)
+        self.learnable.load(folder)
+        if self.control is not None and control is not None:
+            self.control.restore(control)
+
+
+def _step_control(backend: TorchBackend, steps: int) -> StepControl | None:
+    """What trainer.step_control asks for."""
+    config = backend.trainer.step_control
+    if config is None:
+        return None
+    from trainer.step_control.control import StepControl
+
+    return StepControl(config, backend.scorer, backend.model, backend.temperature, steps)
+
+
+def _read_control(folder: Path) -> dict[str, Any] | None:
+    path = folder / CONTROL_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise AsyncRLError(f"checkpoint file {path}: cannot be read: {error}") from error
+
+
+def _means(of_updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of each number over those that have it."""
+    found: dict[str, list[float]] = {}
+    for numbers in of_updates:
+        for name, value in numbers.items():
+            found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 def refuse_several_ranks() -> None:

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 
 from async_rl.buffer_config import keeps_history
-from async_rl.config import Config
+from async_rl.config import Config, TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.run.metrics import Record, read_metrics, steps_of
+from async_rl.trainer_config import peak_rate, rate_key
 from trainer.alarms import Alarms, Remedies, not_finite_text
 from trainer.checkpoint import find_latest
 
@@ -25,6 +26,7 @@ class Watch:
 
     def __init__(self, config: Config, checkpoints: Path, metrics: Path) -> None:
         self._remedies = remedies_of(config)
+        self._knobs = f"trainer.{rate_key(config.trainer)} or {_shorter(config.trainer)}"
         self._alarms = Alarms(config.algorithm.alarms, self._remedies, harder=keeps_history(config.buffer))
         self._stops = config.algorithm.alarms.action == "stop"
         self._checkpoints = checkpoints
@@ -55,17 +57,23 @@ class Watch:
             return "There is no checkpoint yet: start again with other settings"
         return (
             f"The last checkpoint is of version {found.version}: --resume goes on from it with another "
-            "trainer.learning_rate or trainer.max_grad_norm; the other remedies need a new run"
+            f"{self._knobs}; the other remedies need a new run"
         )
 
 
 def remedies_of(config: Config) -> Remedies:
     """With what the settings are now."""
-    general = Remedies()
+    general, trainer = Remedies(), config.trainer
     algorithm = config.algorithm
     correction = f"preset {algorithm.preset!r}" if algorithm.preset else f"treatment {algorithm.treatment!r}"
     return Remedies(
-        f"{general.slower} (now {config.trainer.learning_rate:g})",
+        f"lower trainer.{rate_key(trainer)} (now {peak_rate(trainer):g})",
+        _shorter(trainer),
         f"{general.fresher} (now {config.buffer.max_staleness})",
         f"{general.corrected} (now {correction})",
     )
+
+
+def _shorter(trainer: TrainerConfig) -> str:
+    """The key by which single steps are shortened: a sketch's gradients have no norm to clip."""
+    return "trainer.step_control" if trainer.kind == "sketch" else Remedies().shorter

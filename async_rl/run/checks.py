@@ -16,6 +16,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
 from async_rl.tasks.registry import known_instances, load_task
+from async_rl.trainer_config import describe_trainer
 from async_rl.wire.keys import ServiceKeys, dial_keys
 from async_rl.wire.messages import Role
 
@@ -109,7 +110,7 @@ def dry_run_table(config: Config, model: str) -> Table:
         ),
         (
             "trainer",
-            f"{trainer.kind} on {trainer.backend}, rank {trainer.rank}, learning rate {trainer.learning_rate:g}",
+            describe_trainer(trainer),
         ),
         ("algorithm", describe(algorithm)),
         ("batch", f"{buffer.groups_per_step} groups × {buffer.group_size} = {attempts} attempts{again}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from async_rl.run.directory import RunDirectory
@@ -18,7 +19,7 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
         ("report", directory.report_path),
         ("learning curve", directory.curve_path),
         ("metrics", directory.metrics_path),
-        ("adapter (PEFT)", directory.adapters / "final"),
+        ("model" if _is_whole(directory) else "adapter (PEFT)", directory.adapters / "final"),
     ]
     return "\n".join(
         [
@@ -30,7 +31,11 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
             *_loading(directory),
             "",
             "try next:",
-            f"  async-rl export {path} DIR --merged  # the trained policy as a whole model",
+            *(
+                []
+                if _is_whole(directory)
+                else [f"  async-rl export {path} DIR --merged  # the trained policy as a whole model"]
+            ),
             f"  async-rl run {path}/config.toml --set buffer.max_staleness=0  # the same, in lock-step",
             f"  async-rl run {path}/config.toml --set algorithm.preset=uncorrected  # without correcting for age",
         ]
@@ -38,14 +43,26 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
 
 
 def _loading(directory: RunDirectory) -> list[str]:
-    """The line of Python that loads the adapter, if there is one."""
+    """The line of Python that loads the adapter or the model, if there is one."""
     folder = directory.adapters / "final"
+    if _is_whole(directory):
+        return ["", "load the model in Python:", f"  {whole_line(folder)}"]
     try:
         base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError):
         return []
     model = f"transformers.AutoModelForCausalLM.from_pretrained({str(base)!r})"
     return ["", "load the adapter in Python:", f"  model = peft.PeftModel.from_pretrained({model}, {str(folder)!r})"]
+
+
+def _is_whole(directory: RunDirectory) -> bool:
+    """Whether what was trained is a whole model, not an adapter."""
+    return (directory.adapters / "final" / "config.json").is_file()
+
+
+def whole_line(folder: Path) -> str:
+    """The line of Python that loads a whole model."""
+    return f"model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
@@ -59,7 +76,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("staleness", f"max {staleness['max']}, mean {staleness['mean']:.2f}, bound {staleness['bound']}"),
         ("tokens/s", f"rollout {_number(rates['rollout'], ',.0f')}, train {_number(rates['train'], ',.0f')}"),
         ("idle", f"inference {_number(idle['inference'], '.0%')}, trainer {_number(idle['trainer'], '.0%')}"),
-        ("push", f"p50 {_number(push['p50'], '.0f')} ms, p99 {_number(push['p99'], '.0f')} ms"),
+        ("push", f"p50 {_number(push['p50'], '.0f')} ms, p99 {_number(push['p99'], '.0f')} ms{_push_bytes(summary)}"),
     ]
     if ledger:
         balance = "balances" if summary.get("ledger_balances") else "DOES NOT BALANCE"
@@ -76,6 +93,14 @@ def resume_words(directory: RunDirectory) -> str:
     if directory.has_checkpoint():
         return f"interrupted; to go on:  async-rl run {path / 'config.toml'} --out {path} --resume"
     return f"interrupted before the first checkpoint; logs: {directory.logs}"
+
+
+def _push_bytes(summary: Mapping[str, Any]) -> str:
+    """How much a version is, and what it would be in other forms."""
+    size, full, adapter = (summary.get(f"push_bytes{form}") for form in ("", "_full", "_adapter"))
+    if not (size and full and adapter):
+        return ""
+    return f"; {size:,} bytes (whole weights {full:,}, an adapter {adapter:,})"
 
 
 def _number(value: float | None, form: str = ".3f") -> str:

@@ -69,6 +69,8 @@ def build_summary(
         "idle_fraction": {"inference": _inference_idle(nodes), "trainer": _trainer_idle(steps)},
         "push_ms": {"p50": percentile(pushes, 50), "p99": percentile(pushes, 99)},
         "push_bytes": None,
+        "push_bytes_full": None,
+        "push_bytes_adapter": None,
         "nodes": len(nodes),
         "wall_seconds": round(wall_seconds, 3),
     }

@@ -43,7 +43,7 @@ def make_backend(model: Path, k: int, packing: str = "auto") -> TorchBackend:
     backend = TorchBackend(model, trainer=trainer, algorithm=algorithm, temperature=TEMPERATURE, seed=1)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in backend.parameters.values():
+        for parameter in backend.learnable.parameters.values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return backend
 
@@ -105,14 +105,14 @@ def plain_gradient(backend: TorchBackend, samples: list[Sample]) -> torch.Tensor
             pairs = zip(sample.top.ids[place].tolist(), sample.top.logprobs[place].tolist(), strict=True)
             expected = sum((math.exp(log_mu) * here[token] for token, log_mu in pairs), torch.zeros(()))
             losses.append(-sample.advantage * (here[int(sample.tokens[place])] - expected))
-    gradients = torch.autograd.grad(torch.stack(losses).mean(), list(backend.parameters.values()))
+    gradients = torch.autograd.grad(torch.stack(losses).mean(), list(backend.learnable.parameters.values()))
     return torch.cat([each.flatten() for each in gradients])
 
 
 def accumulated(backend: TorchBackend, samples: list[Sample]) -> torch.Tensor:
-    backend.optimizer.zero_grad()
+    backend.learnable.optimizer.zero_grad()
     backend._accumulate(samples, backend._flatten(samples))
-    return torch.cat([parameter.grad.flatten() for parameter in backend.parameters.values()])
+    return torch.cat([parameter.grad.flatten() for parameter in backend.learnable.parameters.values()])
 
 
 @pytest.mark.parametrize("packing", ["auto", "never"])

@@ -79,7 +79,7 @@ def make_backend(folder: Path, algorithm: AlgorithmConfig, dtype: str, budget: i
     )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for name, parameter in backend.parameters.items():
+        for name, parameter in backend.learnable.parameters.items():
             if ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.05)
     return backend
@@ -122,9 +122,9 @@ def some_top(generator: np.random.Generator) -> TopTokens:
 
 def gradient(backend: TorchBackend, batch: list[Sample]) -> npt.NDArray[np.float64]:
     """Of the whole batch's loss, as one vector; summed over ranks where there are several."""
-    backend.optimizer.zero_grad()
+    backend.learnable.optimizer.zero_grad()
     backend._accumulate(batch, backend._flatten(batch))
-    whole = torch.cat([parameter.grad.flatten() for parameter in backend.parameters.values()])
+    whole = torch.cat([parameter.grad.flatten() for parameter in backend.learnable.parameters.values()])
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(whole)
     return whole.double().numpy()

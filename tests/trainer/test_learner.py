@@ -38,6 +38,7 @@ from trainer.canary import Canary
 from trainer.checkpoint import find_latest, write_checkpoint
 from trainer.learner import Learner, State, run_learner
 from trainer.proving import Prover
+from trainer.push_sizes import PushSizes
 from trainer.watch import RunAlarm
 
 STEPS = 2
@@ -48,6 +49,8 @@ class Counting:
 
     vocabulary_size = 100
     modules = ("w",)
+    publishes_canary = True
+    push_sizes = PushSizes(full=400, adapter=40)
 
     def __init__(self) -> None:
         self.steps = 0
@@ -62,7 +65,7 @@ class Counting:
         weight = {"base_model.model.w.lora_A.weight": torch.full((1, 1), float(self.steps))}
         return write_adapter(path, weight, {"r": 1, "lora_alpha": 1, "target_modules": ["w"]})
 
-    def export_peft(self, folder: Path) -> None:
+    def export_final(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, folder: Path) -> None:

@@ -61,12 +61,12 @@ def batch(groups: int = 4, size: int = 3, seed: int = 0) -> list[Sample]:
 
 
 def weights(backend: TorchBackend) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in backend.parameters.values()]
+    return [parameter.detach().clone() for parameter in backend.learnable.parameters.values()]
 
 
 def state(backend: TorchBackend) -> list[torch.Tensor]:
-    moments = [each[key].clone() for each in backend.optimizer.state.values() for key in sorted(each)]
-    return [*weights(backend), *moments, torch.tensor(backend.optimizer_steps)]
+    moments = [each[key].clone() for each in backend.learnable.optimizer.state.values() for key in sorted(each)]
+    return [*weights(backend), *moments, torch.tensor(backend.learnable.steps)]
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -92,7 +92,7 @@ def test_two_updates_are_two_steps_on_the_halves(model_path: Path) -> None:
     result = at_once.step(samples, RATE)
     halves = [one_by_one.step(half, RATE) for half in (samples[:6], samples[6:])]
     assert same(state(at_once), state(one_by_one))
-    assert at_once.optimizer_steps == 2
+    assert at_once.learnable.steps == 2
     for name in ("loss", "grad_norm"):
         assert result.metrics[name] == pytest.approx(sum(half.metrics[name] for half in halves) / 2, rel=1e-12)
 
@@ -130,10 +130,10 @@ def test_the_second_step_clips_against_the_policy_before_the_first(model_path: P
         total = total - (weight * torch.minimum(ratio * sample.advantage, inside * sample.advantage)).sum()
         clipped += int((ratio != inside).sum())
     total = total / sum(int((sample.mask == 0).sum()) for sample in samples[6:])
-    by_hand.optimizer.zero_grad()
+    by_hand.learnable.optimizer.zero_grad()
     total.backward()
-    torch.nn.utils.clip_grad_norm_(by_hand.parameters.values(), 1.0)
-    by_hand.optimizer.step()
+    torch.nn.utils.clip_grad_norm_(by_hand.learnable.parameters.values(), 1.0)
+    by_hand.learnable.optimizer.step()
     assert clipped > 5  # the first step went far enough for the second to have something to clip
     for ours, theirs in zip(weights(backend), weights(by_hand), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # proximal values travel as float32
@@ -160,4 +160,4 @@ def test_what_cannot_be_learned_from_is_skipped(model_path: Path) -> None:
     assert same(state(backend), before)
     half = [sample._replace(advantage=0.0) if sample.group < 2 else sample for sample in batch()]
     assert not backend.step(half, RATE).skipped
-    assert backend.optimizer_steps == 1
+    assert backend.learnable.steps == 1

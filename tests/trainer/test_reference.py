@@ -37,13 +37,13 @@ def plain_logprobs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
 def test_reference_logprobs_are_the_base_models_and_leave_the_adapter_as_it_was(folder: Path) -> None:
     batch, base = make_batch(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     backend = make_backend(folder, AlgorithmConfig(), "float64", budget=30)
-    before = {name: parameter.detach().clone() for name, parameter in backend.parameters.items()}
+    before = {name: parameter.detach().clone() for name, parameter in backend.learnable.parameters.items()}
     for sample, reference in zip(batch, backend.reference(batch), strict=True):
         expected = plain_logprobs(base, sample).detach().numpy()
         np.testing.assert_allclose(reference[sample.mask == 0], expected, rtol=1e-6)
         assert not reference[sample.mask != 0].any()
-    assert all(torch.equal(before[name], parameter) for name, parameter in backend.parameters.items())
-    assert all(parameter.requires_grad for parameter in backend.parameters.values())
+    assert all(torch.equal(before[name], parameter) for name, parameter in backend.learnable.parameters.items())
+    assert all(parameter.requires_grad for parameter in backend.learnable.parameters.values())
     policy = backend.step(batch, 0.0).proximal
     assert max(np.abs(p - r).max() for p, r in zip(policy, backend.reference(batch), strict=True)) > 0.05
 
@@ -56,7 +56,7 @@ def test_the_gradient_of_the_penalty_is_that_of_the_written_out_loss(folder: Pat
     backend = make_backend(folder, algorithm, "float64", budget=30)
     ours = gradient(backend, batch)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    backend.optimizer.zero_grad()
+    backend.learnable.optimizer.zero_grad()
     total, n = torch.zeros((), dtype=torch.float64), sum(int((sample.mask == 0).sum()) for sample in batch)
     for sample in batch:
         current = plain_logprobs(backend.model, sample)
@@ -66,7 +66,7 @@ def test_the_gradient_of_the_penalty_is_that_of_the_written_out_loss(folder: Pat
         ratio = ratio.detach() if form == "k2" else ratio
         total = total + ((ratio if weighted else 1.0) * value).sum()
     (0.5 * total / n).backward()
-    theirs = torch.cat([parameter.grad.flatten() for parameter in backend.parameters.values()]).numpy()
+    theirs = torch.cat([parameter.grad.flatten() for parameter in backend.learnable.parameters.values()]).numpy()
     assert np.linalg.norm(ours) > 0
     assert np.linalg.norm(ours - theirs) < 1e-9 * np.linalg.norm(theirs)
 
@@ -83,7 +83,8 @@ def test_several_updates_of_a_batch_ask_for_its_reference_once(folder: Path, mon
     assert sum(asked) == sum(int((sample.mask == 0).sum()) for sample in batch)
     for places in split_groups(batch, 2):
         one_by_one.step([batch[place] for place in places], 1e-3)
-    for ours, theirs in zip(at_once.parameters.values(), one_by_one.parameters.values(), strict=True):
+    pairs = zip(at_once.learnable.parameters.values(), one_by_one.learnable.parameters.values(), strict=True)
+    for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
@@ -113,7 +114,7 @@ def test_a_token_that_the_trainer_holds_to_be_impossible_and_a_veto_stops_costs_
     assert not result.skipped
     assert result.metrics["vetoed"] > 0
     assert all(math.isfinite(value) for value in result.metrics.values())
-    assert all(parameter.isfinite().all() for parameter in backend.parameters.values())
+    assert all(parameter.isfinite().all() for parameter in backend.learnable.parameters.values())
 
 
 def test_a_weight_of_zero_only_measures(folder: Path) -> None:

@@ -1,12 +1,12 @@
 import pytest
 
 from async_rl.config import TrainerConfig
-from trainer.schedule import learning_rate_at
+from trainer.schedule import rate_at
 
 
 def rates(steps: int, warmup: int, final: float) -> list[float]:
     trainer = TrainerConfig(learning_rate=2.0, warmup_steps=warmup, final_learning_rate=final)
-    return [learning_rate_at(step, steps, trainer) for step in range(steps)]
+    return [rate_at(step, steps, trainer) for step in range(steps)]
 
 
 def test_warm_up_then_linear_decay_to_the_final_fraction() -> None:
@@ -18,6 +18,6 @@ def test_short_runs_and_steps_beyond_the_last() -> None:
     assert rates(1, 0, 0.1) == [2.0]
     assert rates(2, 5, 0.1) == pytest.approx([0.4, 0.8])
     trainer = TrainerConfig(learning_rate=2.0, warmup_steps=0, final_learning_rate=0.5)
-    assert learning_rate_at(99, 10, trainer) == 1.0
+    assert rate_at(99, 10, trainer) == 1.0
     with pytest.raises(ValueError, match="step -1"):
-        learning_rate_at(-1, 10, trainer)
+        rate_at(-1, 10, trainer)

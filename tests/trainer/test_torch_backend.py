@@ -100,11 +100,11 @@ def near_policy(model_path: Path, batch: list[Sample]) -> list[Sample]:
 
 
 def weights(backend: TorchBackend) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in backend.parameters.items()}
+    return {name: parameter.detach().clone() for name, parameter in backend.learnable.parameters.items()}
 
 
 def moments(backend: TorchBackend) -> list[torch.Tensor]:
-    return [state[key].clone() for state in backend.optimizer.state.values() for key in sorted(state)]
+    return [state[key].clone() for state in backend.learnable.optimizer.state.values() for key in sorted(state)]
 
 
 def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
@@ -112,10 +112,10 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 
 def gradients(backend: TorchBackend, batch: list[Sample]) -> torch.Tensor:
-    backend.optimizer.zero_grad()
+    backend.learnable.optimizer.zero_grad()
     flat = backend._flatten(batch)
     backend._accumulate(batch, flat)
-    return torch.cat([parameter.grad.flatten() for parameter in backend.parameters.values()])
+    return torch.cat([parameter.grad.flatten() for parameter in backend.learnable.parameters.values()])
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(exact_model_path: Path) ->
     batch = near_policy(exact_model_path, samples())
     backend = make(exact_model_path, AlgorithmConfig(ratio_level="sequence", ratio_high=1.1), dtype="float64")
     ours = gradients(backend, batch)
-    backend.optimizer.zero_grad()
+    backend.learnable.optimizer.zero_grad()
     n = sum(int((sample.mask == 0).sum()) for sample in batch)
     logps, ratio_logs = [], dict.fromkeys({sample.attempt for sample in batch}, 0.0)
     for sample in batch:
@@ -214,7 +214,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(exact_model_path: Path) ->
         for sample, logp in zip(batch, logps, strict=True)
     )
     loss.backward()
-    theirs = torch.cat([parameter.grad.flatten() for parameter in backend.parameters.values()])
+    theirs = torch.cat([parameter.grad.flatten() for parameter in backend.learnable.parameters.values()])
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-9
 
 
@@ -245,7 +245,7 @@ def test_nothing_to_learn_is_skipped_and_changes_nothing(model_path: Path) -> No
         assert [len(proximal) for proximal in result.proximal] == [len(sample.tokens) for sample in batch]
     assert backend.step(flat, 1e-2).metrics["mismatch_mean"] > 0  # measured all the same
     assert not any(proximal.any() for proximal in backend.step(masked, 1e-2).proximal)
-    assert backend.optimizer_steps == 1
+    assert backend.learnable.steps == 1
 
 
 @pytest.mark.parametrize("broken", ["advantage", "behaviour", "impossible", "huge"])
@@ -272,7 +272,7 @@ def test_the_gradient_is_clipped_to_the_global_norm(model_path: Path) -> None:
     backend = make(model_path, max_grad_norm=1e-3, beta1=0.0, beta2=0.0)
     result = backend.step(samples(), 1e-3)
     assert result.metrics["grad_norm"] > 1e-2
-    squares = sum(float(state["exp_avg_sq"].sum()) for state in backend.optimizer.state.values())
+    squares = sum(float(state["exp_avg_sq"].sum()) for state in backend.learnable.optimizer.state.values())
     assert squares == pytest.approx(1e-6, rel=1e-2)
 
 
@@ -303,7 +303,7 @@ def test_after_save_and_load_the_next_steps_are_bit_identical(model_path: Path, 
     assert found is not None
     resumed = make(model_path)
     resumed.load(found.folder)
-    assert resumed.optimizer_steps == 3
+    assert resumed.learnable.steps == 3
     for seed in range(3, 5):
         assert backend.step(samples(seed=seed), 1e-2).metrics == resumed.step(samples(seed=seed), 1e-2).metrics
         assert same(list(weights(backend).values()), list(weights(resumed).values()))
@@ -367,7 +367,7 @@ def test_the_peft_folder_gives_the_trainers_logits(model_path: Path, tmp_path: P
     backend = make(model_path)
     for _ in range(3):
         backend.step(samples(), 1e-2)
-    backend.export_peft(tmp_path / "peft")
+    backend.export_final(tmp_path / "peft")
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     ids = torch.from_numpy(samples()[0].tokens.astype(np.int64))[None]
     with torch.no_grad():

@@ -111,17 +111,19 @@ def length_plot(run: RunData) -> Plot:
 def optimiser_plot(run: RunData) -> Plot:
     chunks = chunks_of(run.steps)
     x = places(chunks)
-    norm, entropy, rate = (values(chunks, key) for key in ("grad_norm", "entropy_proxy", "learning_rate"))
+    key = "update_ratio" if any("update_ratio" in step for step in run.steps) else "learning_rate"
+    name = key.replace("_", " ")
+    norm, entropy, rate = (values(chunks, each) for each in ("grad_norm", "entropy_proxy", key))
     data = []
     if has_values(norm, entropy):
         data = [
             line(x, norm, "gradient norm", INK),
             line(x, entropy, "entropy", TEAL, yaxis="y2"),
-            line(x, rate, "learning rate", MUTED, yaxis="y3", line={"dash": "dot"}),
+            line(x, rate, name, MUTED, yaxis="y3", line={"dash": "dot"}),
         ]
     words = (
         "Gradient norm before clipping; entropy, as the mean −log π of the sampled tokens (it falls as the policy "
-        "grows certain); and the learning rate."
+        f"grows certain); and the {name}."
     )
     panels = _panels(("norm", "entropy", "rate"))
     return Plot("optimiser", "Optimiser", words, data, layout(**panels), 400)

@@ -1,0 +1,89 @@
+"""Kind "lora": an adapter on the linear layers learns, by AdamW; the base stays as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from async_rl.config import TrainerConfig
+from async_rl.policy.adapter import TENSOR_PREFIX, write_adapter
+from trainer import optimizer_state
+from trainer.adamw import AdamW
+from trainer.canary import Canary, Scores, make_canary
+from trainer.learnable import LowRank, Proposal
+from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
+
+log = logging.getLogger("trainer")
+
+
+class LoraWeights(AdamW):
+    """`trainer.learnable.Learnable`. The adapter is float32, or what is wider if the base is. Raises LoraError."""
+
+    has_base = True
+
+    def __init__(self, model: PreTrainedModel, trainer: TrainerConfig, seed: int, model_path: str) -> None:
+        self.model = model
+        self.model_path = model_path
+        self.targets = resolve_targets(model, trainer.targets)
+        log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank))
+        super().__init__(attach_lora(model, self.targets, trainer, seed), trainer)
+        self.modules = tuple(target.name for target in self.targets.modules)
+
+    # --- moving ------------------------------------------------------------------------------------------------------
+
+    def propose(self, norm: float, rate: float) -> Proposal:
+        """ΔW = scale (δB A + B δA) to first order; what a step does to the second, scale δB δA, no multiple of it
+        does."""
+        deltas = self.displacement(norm, rate)
+        tangents = {}
+        for name in self.modules:
+            key_a, key_b = (f"{TENSOR_PREFIX}{name}.lora_{part}.weight" for part in "AB")
+            a, b = self.parameters[key_a].detach().clone(), self.parameters[key_b].detach() * self._scale
+            tangents[name] = (LowRank(a, deltas[key_b] * self._scale), LowRank(deltas[key_a], b))
+        return Proposal(tangents, {}, deltas)
+
+    def take(self, proposal: Proposal, scale: float) -> None:
+        self.add(proposal.own, scale)
+
+    @property
+    def _scale(self) -> float:
+        return self.trainer.alpha / self.trainer.rank
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def export(self, path: Path) -> str:
+        return write_adapter(path, self.parameters, self._config)
+
+    def export_whole(self, path: Path) -> str:
+        """An adapter is whole as it is."""
+        return self.export(path)
+
+    def export_final(self, folder: Path) -> None:
+        write_peft_folder(folder, self.parameters, self._config, self.model_path)
+
+    def save(self, folder: Path) -> None:
+        """adapter.safetensors (an adapter file), optimizer.safetensors and backend.json."""
+        digest = self.export(folder / optimizer_state.ADAPTER_FILE)
+        optimizer_state.write_moments(folder, self.parameters, self.optimizer)
+        optimizer_state.write_counters(folder, optimizer_state.Counters(self.steps, digest, self.model_path))
+
+    def load(self, folder: Path) -> None:
+        counters = optimizer_state.read_counters(folder, "lora")
+        tensors = optimizer_state.read_adapter_tensors(folder, counters, self._config)
+        optimizer_state.restore(folder, tensors, self.parameters, self.optimizer)
+        self.steps = counters.optimizer_steps
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        return adapter_config(self.targets, self.trainer)
+
+    # --- proof -------------------------------------------------------------------------------------------------------
+
+    def canary(self, path: Path, seed: int, score: Callable[[], Scores]) -> Canary:
+        """See the backend's; `score` gives the probe's log-probabilities under the weights as they are."""
+        return make_canary(self.model, self.parameters, self._scale, seed, score, partial(self.export, path))
