@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
 from async_rl.errors import AsyncRLError
+from async_rl.policy.tensor_file import hash_tensors
 
 CONFIG_KEY = "adapter_config"
 TENSOR_PREFIX = "base_model.model."
@@ -48,11 +49,7 @@ def canonical_config(config: Mapping[str, Any]) -> str:
 def policy_digest(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
     """SHA-256 in hex over sorted (name, dtype, shape, bytes) and the canonical config."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        head = json.dumps([name, str(tensor.dtype), list(tensor.shape)], separators=(",", ":"))
-        digest.update(head.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    hash_tensors(digest, tensors)
     digest.update(canonical_config(config).encode())
     return digest.hexdigest()
 
