@@ -196,8 +196,3 @@ def _check_sketch(trainer: TrainerConfig) -> None:
         )
     if changed(trainer, ["carry_momentum"]) and not trainer.momentum:
         raise ConfigError("[trainer] carry_momentum has no meaning with momentum = 0: set that above 0, or remove it")
-    if publishes_factors(trainer) and trainer.updates_per_batch > 1:
-        raise ConfigError(
-            f"[trainer] updates_per_batch = {trainer.updates_per_batch}: a factor update is of one optimiser step, and "
-            'a version has one: set publish = "snapshots", or updates_per_batch = 1'
-        )

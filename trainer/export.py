@@ -1,7 +1,8 @@
-"""`python -m trainer.export SOURCE FOLDER`: a trained policy as a PEFT folder, or merged into a whole model.
+"""`python -m trainer.export SOURCE FOLDER`: a trained policy as a PEFT folder, or as a whole model.
 
 SOURCE is an adapter file, a PEFT folder, a checkpoint, or a run directory (then its newest valid checkpoint, or
-`adapters/final` when it has none).
+`adapters/final` when it has none). What trained the model's own weights (trainer.kind "sketch" or "full") is a whole
+model in any case.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from safetensors.torch import load_file
 
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import canonical_config, read_adapter
+from async_rl.policy.update_file import read_snapshot
 from trainer.checkpoint import check_checkpoint, find_latest
 from trainer.lora import write_peft_folder
 from trainer.model_loading import load_model
-from trainer.optimizer_state import ADAPTER_FILE, COUNTERS_FILE, read_counters
+from trainer.optimizer_state import ADAPTER_FILE, COUNTERS_FILE, WEIGHTS_FILE, read_counters
+from trainer.whole_model import all_parameters, fill, write_whole
 
 CHECKPOINTS = "checkpoints"
 FINAL = Path("adapters") / "final"
-# What belongs to a model beside weights and config: copied, so that a merged model is complete.
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+PEFT_FILE, MODEL_FILE = "adapter_config.json", "config.json"
 
 
 class Policy(NamedTuple):
@@ -43,11 +45,17 @@ class Policy(NamedTuple):
 
 def export(source: Path, folder: Path, *, merged: bool = False, model: str = "") -> str:
     """Write the policy of `source` to the new or empty `folder`: a PEFT folder, or with `merged` a whole model in the
-    base's dtype. `model` replaces the recorded path of the base. Returns the line of Python that loads the result.
-    Raises AsyncRLError."""
+    base's dtype; of a policy that is whole weights, a whole model in theirs. `model` replaces the recorded path of the
+    base. Returns the line of Python that loads the result. Raises AsyncRLError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AsyncRLError(f"export: {folder} exists and is not an empty folder; name a new one")
-    policy = read_policy(source)
+    place = locate(source)
+    if (place / WEIGHTS_FILE).is_file():
+        return _export_weights(place, folder, model)
+    if (place / MODEL_FILE).is_file():  # adapters/final of a policy that is whole weights
+        shutil.copytree(place, folder, dirs_exist_ok=True)
+        return whole_line(folder)
+    policy = read_policy(place)
     base = model or policy.base_model
     if not base:
         raise AsyncRLError(f"export: {source} does not record its base model; name it with --model")
@@ -57,6 +65,11 @@ def export(source: Path, folder: Path, *, merged: bool = False, model: str = "")
     with tempfile.TemporaryDirectory() as adapter:
         write_peft_folder(Path(adapter), policy.tensors, policy.config, base)
         _merge(base, Path(adapter), folder)
+    return whole_line(folder)
+
+
+def whole_line(folder: Path) -> str:
+    """The line of Python that loads a whole model."""
     return f"model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
 
 
@@ -66,32 +79,55 @@ def peft_line(base_model: str, folder: Path) -> str:
     return f"model = peft.PeftModel.from_pretrained({base}, {str(folder)!r})"
 
 
-def read_policy(source: Path) -> Policy:
-    """The policy that `source` holds. Raises AsyncRLError when it holds none or a broken one."""
-    if source.is_file():
-        tensors, config = read_adapter(source)
-        return Policy(tensors, config, "")
-    if (source / "adapter_config.json").is_file():
-        return _read_peft_folder(source)
-    if (source / COUNTERS_FILE).is_file():
-        check_checkpoint(source)
-        counters = read_counters(source)
-        tensors, config = read_adapter(source / ADAPTER_FILE, counters.digest)
-        return Policy(tensors, config, counters.model_path)
+def locate(source: Path) -> Path:
+    """The file or folder that holds the policy: of a run directory, its newest valid checkpoint or `adapters/final`.
+    Raises AsyncRLError when there is none."""
+    if source.is_file() or any((source / name).is_file() for name in (PEFT_FILE, COUNTERS_FILE, MODEL_FILE)):
+        return source
     found = find_latest(source / CHECKPOINTS)
     if found is not None:
-        return read_policy(found.folder)
+        return found.folder
     if (source / FINAL).is_dir():
-        return read_policy(source / FINAL)
+        return source / FINAL
     raise AsyncRLError(
         f"export: {source} is no adapter file, PEFT folder or checkpoint, and as a run directory it has neither "
         f"{CHECKPOINTS}/ nor {FINAL}/"
     )
 
 
+def read_policy(place: Path) -> Policy:
+    """The adapter that is there. Raises AsyncRLError when there is none, or a broken one."""
+    if place.is_file():
+        tensors, config = read_adapter(place)
+        return Policy(tensors, config, "")
+    if (place / COUNTERS_FILE).is_file():
+        check_checkpoint(place)
+        counters = read_counters(place)
+        tensors, config = read_adapter(place / ADAPTER_FILE, counters.digest)
+        return Policy(tensors, config, counters.model_path)
+    return _read_peft_folder(place)
+
+
+def _export_weights(checkpoint: Path, folder: Path, model: str) -> str:
+    """A checkpoint's whole weights, on the model they were trained from."""
+    check_checkpoint(checkpoint)
+    counters = read_counters(checkpoint)
+    tensors = read_snapshot(checkpoint / WEIGHTS_FILE, counters.digest).tensors
+    base = model or counters.model_path
+    whole = load_model(base, str(next(iter(tensors.values())).dtype).removeprefix("torch."))
+    parameters = all_parameters(whole)
+    if {name: tensor.shape for name, tensor in tensors.items()} != {
+        name: parameter.shape for name, parameter in parameters.items()
+    }:
+        raise AsyncRLError(f"export: {checkpoint} has the weights of another model than {base}: name its with --model")
+    fill(whole, tensors)
+    write_whole(folder, whole, base)
+    return whole_line(folder)
+
+
 def _read_peft_folder(folder: Path) -> Policy:
     try:
-        table = json.loads((folder / "adapter_config.json").read_text())
+        table = json.loads((folder / PEFT_FILE).read_text())
         config = json.loads(canonical_config(table))
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
@@ -104,10 +140,7 @@ def _merge(base: str, adapter: Path, folder: Path) -> None:
     model = load_model(base, "auto")
     dtype = next(model.parameters()).dtype
     whole = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload().to(dtype)
-    whole.save_pretrained(folder)
-    for pattern in COMPANIONS:
-        for path in sorted(Path(base).glob(pattern)):
-            shutil.copy2(path, folder / path.name)
+    write_whole(folder, whole, base)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="async-rl export", description="Export a trained policy.")
     parser.add_argument("source", type=Path, help="run directory, checkpoint, PEFT folder or adapter file")
     parser.add_argument("folder", type=Path, help="where to write; new or empty")
-    parser.add_argument("--merged", action="store_true", help="a whole model instead of an adapter")
+    parser.add_argument("--merged", action="store_true", help="a whole model, also of an adapter")
     parser.add_argument("--model", default="", help="path of the base model, when it is not the recorded one")
     parser.add_argument("--debug", action="store_true", help="show a traceback on error")
     options = parser.parse_args(arguments)

@@ -76,8 +76,10 @@ class Learnable(Protocol):
     def export_final(self, folder: Path) -> None:
         """Write what people load: a PEFT folder, or a whole Hugging Face checkpoint."""
 
-    def save(self, folder: Path) -> None:
-        """Write what `load` needs to go on exactly into an existing folder."""
+    def save(self, folder: Path) -> str:
+        """Write what `load` needs to go on exactly into an existing folder, beside the backend's own files; returns the
+        digest of what is in the file of the weights. Kinds that move the model's own weights write that as
+        `optimizer_state.WEIGHTS_FILE`, a snapshot."""
 
     def load(self, folder: Path) -> None:
         """Go on exactly where `save` was called. Nothing changes when it raises AsyncRLError: for files that are

@@ -1,4 +1,5 @@
-"""What a torch backend needs to go on exactly: what learns, AdamW's moments and counters, in safetensors and JSON.
+"""What a torch backend needs to go on exactly: counters, and for AdamW what learns and its moments, in safetensors and
+JSON.
 
 torch.save would be pickle, which runs code when it is read; these files can come from anyone.
 """

@@ -10,15 +10,26 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+from safetensors import safe_open
+
+from async_rl.policy.update_file import POLICY_KEY
 from async_rl.proof import CANARY, Proof
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkTimeout
-from async_rl.wire.messages import PinPolicy, PolicyPublished, Stored, Upload
+from async_rl.wire.messages import FACTORS, PinPolicy, PolicyPublished, Stored, Upload
 
 STORE_TIMEOUT_S = 60.0
 PUBLISH_LIMIT_S = 3 * STORE_TIMEOUT_S  # the waits of `publish` together, each of which has a message of its own
 SLICE_S = 0.5  # how often a wait looks whether the store was started again
+
+
+class _PolicyHead(msgspec.Struct):
+    """The part of a policy file's metadata (async_rl.policy.update_file) that the store is told."""
+
+    kind: str
+    parent: str = ""
 
 
 class Published(NamedTuple):
@@ -47,8 +58,8 @@ class Publisher:
     def store(self, policy: PolicyId, path: Path) -> int:
         """To the store alone; its size."""
         data = path.read_bytes()
-        kind = CANARY if policy.name == CANARY else "lora"
-        upload = Upload(policy, kind, len(data), hashlib.sha256(data).hexdigest())
+        kind, parent = (CANARY, None) if policy.name == CANARY else _kind_and_parent(policy, path)
+        upload = Upload(policy, kind, len(data), hashlib.sha256(data).hexdigest(), parent)
         self._is_new_store()
         self._store.send(upload, [data])
         reached("trainer.after-upload")
@@ -81,3 +92,16 @@ class Publisher:
         for policy in self._pinned:
             self._store.send(PinPolicy(policy, True))
         return True
+
+
+def _kind_and_parent(policy: PolicyId, path: Path) -> tuple[str, PolicyId | None]:
+    """As the file says: an adapter, or one of the files that make or move a model's own weights. Each version has one,
+    so what a file of factors changes is the version before."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if POLICY_KEY not in metadata:
+        return "lora", None
+    head = msgspec.json.decode(metadata[POLICY_KEY], type=_PolicyHead)
+    if head.kind != FACTORS:
+        return head.kind, None
+    return head.kind, PolicyId(policy.name, policy.version - 1, head.parent)

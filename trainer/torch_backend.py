@@ -40,6 +40,7 @@ from trainer.lora import adapter_off
 from trainer.lora_weights import LoraWeights
 from trainer.minibatches import split_groups
 from trainer.model_loading import load_model, resolve_device
+from trainer.optimizer_state import Counters, read_counters, write_counters
 from trainer.push_sizes import push_sizes
 
 if TYPE_CHECKING:
@@ -304,18 +305,29 @@ class TorchBackend:
         self.learnable.export_final(folder)
 
     def save(self, folder: Path) -> None:
-        """The learnable's files, and step_control.json where steps are controlled, in an existing folder."""
-        self.learnable.save(folder)
+        """What learns, backend.json, and step_control.json where steps are controlled, in an existing folder."""
+        digest = self.learnable.save(folder)
+        counters = Counters(self.learnable.steps, digest, self.model_path, self.trainer.kind)
+        write_counters(folder, counters)
         if self.control is not None:
             (folder / CONTROL_FILE).write_bytes(msgspec.json.encode(self.control.state()))
 
     def load(self, folder: Path) -> None:
         """Go on exactly where `save` was called. Nothing changes when it raises AsyncRLError: for files that are
         missing or broken, or that belong to another configuration. Control that was off until then begins anew."""
-        control = _read_control(folder)
-        self.learnable.load(folder)
-        if self.control is not None and control is not None:
-            self.control.restore(control)
+        read_counters(folder, self.trainer.kind)
+        if self.control is None or not (folder / CONTROL_FILE).exists():
+            self.learnable.load(folder)
+            return
+        before = self.control.state()
+        try:
+            self.control.restore(_read_control(folder / CONTROL_FILE))
+            self.learnable.load(folder)
+        except BaseException as error:
+            self.control.restore(before)
+            if isinstance(error, msgspec.ValidationError):
+                raise AsyncRLError(f"checkpoint file {folder / CONTROL_FILE}: cannot be read: {error}") from error
+            raise
 
 
 def _step_control(backend: TorchBackend, steps: int) -> StepControl | None:
@@ -325,13 +337,10 @@ def _step_control(backend: TorchBackend, steps: int) -> StepControl | None:
         return None
     from trainer.step_control.control import StepControl
 
-    return StepControl(config, backend.scorer, backend.model, backend.temperature, steps)
+    return StepControl(config, backend.scorer, backend.temperature, steps)
 
 
-def _read_control(folder: Path) -> dict[str, Any] | None:
-    path = folder / CONTROL_FILE
-    if not path.exists():
-        return None
+def _read_control(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:

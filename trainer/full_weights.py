@@ -1,0 +1,68 @@
+"""Kind "full": every parameter learns, by AdamW, and each version is published whole: what others are measured by."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from async_rl.config import TrainerConfig
+from async_rl.policy.update_file import read_snapshot, weights_digest, write_base, write_snapshot
+from trainer import optimizer_state
+from trainer.adamw import AdamW
+from trainer.learnable import Proposal
+from trainer.whole_model import all_parameters, write_whole
+
+log = logging.getLogger("trainer")
+
+
+class FullWeights(AdamW):
+    """`trainer.learnable.Learnable`. Weights and moments are in the dtype that the model was loaded in; tied parameters
+    count once."""
+
+    has_base = False
+
+    def __init__(self, model: PreTrainedModel, trainer: TrainerConfig, model_path: str) -> None:
+        self.model = model
+        self.model_path = model_path
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        super().__init__(all_parameters(model), trainer)
+        self.modules = tuple(sorted({name.rpartition(".")[0] for name in self.parameters}))
+        count = sum(parameter.numel() for parameter in self.parameters.values())
+        log.info("all %s parameters in %d modules learn", f"{count:,}", len(self.modules))
+        if any(parameter.itemsize < 4 for parameter in self.parameters.values()):
+            log.warning(
+                "the weights are stored in half precision, where a step that is smaller than half a unit in the last "
+                'place is lost: at small learning rates most are ([model] dtype = "float32" keeps them)'
+            )
+
+    def propose(self, norm: float, rate: float) -> Proposal:
+        return Proposal({}, self.displacement(norm, rate))
+
+    def take(self, proposal: Proposal, scale: float) -> None:
+        self.add(proposal.dense, scale)
+
+    def export(self, path: Path) -> str:
+        """A snapshot; before the first step, the word that the weights are the checkpoint's."""
+        if self.steps == 0:
+            return write_base(path, weights_digest(self.parameters))
+        return self.export_whole(path)
+
+    def export_whole(self, path: Path) -> str:
+        return write_snapshot(path, self.parameters, None, self.steps, self.steps)
+
+    def export_final(self, folder: Path) -> None:
+        write_whole(folder, self.model, self.model_path)
+
+    def save(self, folder: Path) -> str:
+        """weights.safetensors (a snapshot) and optimizer.safetensors."""
+        optimizer_state.write_moments(folder, self.parameters, self.optimizer)
+        return self.export_whole(folder / optimizer_state.WEIGHTS_FILE)
+
+    def load(self, folder: Path) -> None:
+        counters = optimizer_state.read_counters(folder, "full")
+        found = read_snapshot(folder / optimizer_state.WEIGHTS_FILE, counters.digest)
+        optimizer_state.restore(folder, found.tensors, self.parameters, self.optimizer)
+        self.steps = counters.optimizer_steps
