@@ -1,0 +1,94 @@
+"""Which weights of a model are sketched, and the sketching put on it, in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from async_rl.config import TrainerConfig
+from trainer.lora import resolve_targets
+from trainer.sketch.blocks import Accumulator, Block
+from trainer.sketch.experts import attach_experts, expert_blocks, fused_experts
+from trainer.sketch.linear import attach_linear
+from trainer.sketch.projections import Projections
+from trainer.sketch.sketches import Sketches
+
+
+class Attached(NamedTuple):
+    """The blocks by name, in order of name; their sketches; and what draws the projections."""
+
+    blocks: dict[str, Block]
+    sketches: Sketches
+    projections: Projections
+
+
+def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) -> Attached:
+    """Freeze all parameters of `model`, which lies on its device, and sketch the gradients of its linear layers and
+    fused experts (those that `trainer.targets` names; all, when it names none) in every backward pass from now on.
+    Raises AsyncRLError for names that match nothing and for experts of an unknown layout."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    experts = {
+        path: expert_blocks(path, module, trainer.ranks, trainer.rank) for path, module in fused_experts(model).items()
+    }
+    named = [block for three in experts.values() for block in three if _named(block.name, trainer.targets)]
+    linear = linear_blocks(model, trainer, named)
+    blocks = {block.name: block for block in sorted([*linear, *named], key=lambda block: block.name)}
+    device = next(iter(blocks.values())).weight.device
+    sketches = Sketches({name: block.sketch_shape for name, block in blocks.items()}, device)
+    projections = Projections(base_seed, 0, device)
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    into = {name: Accumulator(block, sketches.views[name], projections) for name, block in blocks.items()}
+    for block in linear:
+        layer = model.get_submodule(block.module)
+        assert isinstance(layer, nn.Linear)
+        attach_linear(layer, into[block.name], anchor)
+    for path in sorted({block.module for block in named}):
+        own = {block.name.rpartition(".")[2]: into[block.name] for block in named if block.module == path}
+        attach_experts(model.get_submodule(path), own, anchor)
+    return Attached(blocks, sketches, projections)
+
+
+def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Block]) -> list[Block]:
+    """Of the linear layers. A name that means experts need not mean a linear layer too."""
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [
+        name
+        for name in trainer.targets
+        if any(_matches(path, name) for path in linear) or not any(_matches(block.name, name) for block in experts)
+    ]
+    if trainer.targets and not names:
+        return []
+    blocks = []
+    for target in resolve_targets(model, names).modules:
+        weight = model.get_parameter(f"{target.name}.weight").detach()
+        blocks.append(Block(target.name, target.name, weight, trainer.ranks.get(target.last, trainer.rank)))
+    return blocks
+
+
+def table(blocks: Mapping[str, Block]) -> str:
+    """One line per kind of projection: how many matrices, at which rank, and how many weights learn."""
+    matrices: Counter[tuple[str, int]] = Counter()
+    weights: Counter[tuple[str, int]] = Counter()
+    for block in blocks.values():
+        kind = block.name.rpartition(".")[2], block.rank
+        matrices[kind] += block.weight.numel() // (block.weight.shape[-1] * block.weight.shape[-2])
+        weights[kind] += block.weight.numel()
+    lines = [f"{'projection':<12}  rank  matrices      weights"]
+    lines += [
+        f"{name:<12}  {rank:>4}  {matrices[name, rank]:>8}  {weights[name, rank]:>11,}"
+        for name, rank in sorted(matrices)
+    ]
+    return "\n".join([*lines, f"{'total':<12}        {matrices.total():>8}  {weights.total():>11,}"])
+
+
+def _matches(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _named(path: str, names: Sequence[str]) -> bool:
+    return not names or any(_matches(path, name) for name in names)

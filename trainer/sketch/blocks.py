@@ -1,0 +1,52 @@
+"""What is sketched: row blocks of weights, each with a projection of its own.
+
+An nn.Linear is one block. An expert weight that transformers fuses (gate_up_proj) is two, one behind the other: the
+checkpoint has two projections there, and so have receivers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from trainer.sketch.projections import Projections
+
+
+class Block(NamedTuple):
+    """`name` is the projection's: the module's path in the checkpoint, without an expert's index; `module` the path of
+    the module in this model; `weight` a view of its parameter, [rows, columns] or [experts, rows, columns]."""
+
+    name: str
+    module: str
+    weight: torch.Tensor
+    rank: int
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[-1]
+
+    @property
+    def sketch_shape(self) -> tuple[int, ...]:
+        return (*self.weight.shape[:-1], self.rank)
+
+
+class Accumulator(NamedTuple):
+    """A block and where its sketch S [..., rows, rank] is summed: S += gᵀ (x Aᵀ), float32."""
+
+    block: Block
+    sketch: torch.Tensor
+    projections: Projections
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """√rank · x Aᵀ: [n, rank] in x's dtype, of x [n, columns]. The root is left for `add`, where it costs nothing
+        and is not rounded to x's dtype."""
+        signs = self.projections.signs(self.block.name, self.block.rank, self.block.columns)
+        return x @ signs.to(x.dtype).T
+
+    def add(self, gradient: torch.Tensor, projected: torch.Tensor, expert: int | None = None) -> None:
+        """S (of one expert) += gradientᵀ · projected / √rank, of gradient [n, rows] and projected [n, rank]."""
+        sketch = self.sketch if expert is None else self.sketch[expert]
+        scale = 1 / math.sqrt(self.block.rank)
+        sketch.addmm_(gradient.to(sketch.dtype).T, projected.to(sketch.dtype), alpha=scale)

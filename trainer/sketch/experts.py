@@ -1,0 +1,135 @@
+"""Fused experts (3-D weights, transformers 5), sketched inside the grouped product.
+
+Tokens are sorted by the expert they go to, and each expert multiplies its own stretch. All experts of a layer share
+the projection A of a row block, so P = x Aᵀ is one product over all stretches; each has a sketch of its own,
+S_e = g_eᵀ P_e. gate_up_proj is two row blocks with two projections, as in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from async_rl.errors import AsyncRLError
+from trainer.sketch.blocks import Accumulator, Block
+
+GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"  # as in the checkpoint
+GATE_UP = "gate_up_proj"
+
+
+class RowBlock(NamedTuple):
+    """Some of the output rows of a fused weight, and where their sketch is summed."""
+
+    rows: slice
+    accumulator: Accumulator
+
+
+def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold an expert weight as one 3-D parameter, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if "expert" in path and any(each.dim() == 3 for each in module.parameters(recurse=False))
+    }
+
+
+def expert_blocks(path: str, experts: nn.Module, ranks: Mapping[str, int], rank: int) -> list[Block]:
+    """Gate, up and down. Raises AsyncRLError for a layout that is not gate and up one behind the other, [experts, out,
+    in], without bias."""
+    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    odd = [name for name, value in plain.items() if getattr(experts, name, None) is not value]
+    if odd or getattr(experts, "has_post_expert_norm", True) or {*dict(experts.named_parameters())} != {GATE_UP, DOWN}:
+        raise AsyncRLError(
+            f'[trainer] kind = "sketch": the experts {path} ({type(experts).__name__}) are stored in a layout that '
+            f"sketches do not know ({', '.join(odd) or 'other parameters'}): use a model whose experts are "
+            'gate_up_proj and down_proj, [experts, out, in], or kind = "lora"'
+        )
+    fused, down = (experts.get_parameter(name).detach() for name in (GATE_UP, DOWN))
+    gate, up = fused.chunk(2, dim=1)
+    named = {GATE: gate, UP: up, DOWN: down}
+    return [Block(f"{path}.{name}", path, weight, ranks.get(name, rank)) for name, weight in named.items()]
+
+
+def attach_experts(experts: nn.Module, accumulators: Mapping[str, Accumulator], anchor: torch.Tensor) -> None:
+    """Let `experts` sketch the gradients of those of gate_proj, up_proj and down_proj that have an accumulator,
+    wherever gradients are wanted, and compute by the same grouped product elsewhere. `anchor`: see `attach_linear`."""
+    _, width, inner = experts.get_parameter(DOWN).shape
+    rows = {GATE: slice(0, inner), UP: slice(inner, 2 * inner), DOWN: slice(0, width)}
+    joint, alone = (
+        tuple(RowBlock(rows[name], accumulators[name]) for name in names if name in accumulators)
+        for names in ((GATE, UP), (DOWN,))
+    )
+    experts.forward = partial(_forward, experts, joint, alone, anchor)  # type: ignore[method-assign]
+
+
+def _forward(
+    experts: Any,
+    joint: tuple[RowBlock, ...],
+    alone: tuple[RowBlock, ...],
+    anchor: torch.Tensor,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """transformers' contract of an experts module: hidden [tokens, width], chosen int64 and weights [tokens, k]."""
+    k = chosen.shape[-1]
+    expert, order = torch.sort(chosen.reshape(-1), stable=True)
+    counts = torch.bincount(expert, minlength=experts.num_experts).tolist()
+    inside = grouped(hidden[order // k], experts.gate_up_proj, counts, joint, anchor)
+    out = grouped(experts._apply_gate(inside), experts.down_proj, counts, alone, anchor)
+    out = out * weights.reshape(-1)[order, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return out[back].view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
+
+
+def grouped(
+    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], blocks: tuple[RowBlock, ...], anchor: torch.Tensor
+) -> torch.Tensor:
+    """[n, out] of x [n, in], sorted by expert: `counts` rows for each of the weights [experts, out, in]."""
+    if not torch.is_grad_enabled():
+        return _products(x, weight, counts)
+    out: torch.Tensor = _SketchedExperts.apply(x, weight, counts, blocks, anchor)
+    return out
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    parts = [part @ weight[expert].T for expert, part in enumerate(x.split(list(counts))) if len(part)]
+    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
+
+
+class _SketchedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        counts: Sequence[int],
+        blocks: tuple[RowBlock, ...],
+        anchor: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.counts, ctx.blocks = list(counts), blocks
+        ctx.save_for_backward(weight, *(block.accumulator.project(x) for block in blocks))
+        return _products(x, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        weight, *projected = ctx.saved_tensors
+        split = [values.split(ctx.counts) for values in (gradient, *projected)]
+        below = gradient.new_empty(len(gradient), weight.shape[2]) if ctx.needs_input_grad[0] else None
+        start = 0
+        for expert, (own, *kept) in enumerate(zip(*split, strict=True)):
+            if not len(own):
+                continue
+            for block, values in zip(ctx.blocks, kept, strict=True):
+                block.accumulator.add(own[:, block.rows], values, expert)
+            if below is not None:
+                torch.mm(own, weight[expert], out=below[start : start + len(own)])
+            start += len(own)
+        return below, None, None, None, None

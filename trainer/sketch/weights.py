@@ -1,0 +1,229 @@
+"""Kind "sketch": the linear layers' own weights learn, by gradient sketches; nothing of a weight's size is made.
+
+A step goes: sketches S become directions D where they lie (RowAdam), the update ratio gives the length k, k·D becomes
+integers, and these are applied, here as on every receiver, to the same bits. Norms, biases, and (unless
+trainer.train_embeddings) embeddings and head are frozen: they are a thousandth of the weights, or would have to be sent
+whole with every policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+
+from async_rl.config import TrainerConfig
+from async_rl.errors import AsyncRLError
+from async_rl.policy.update_file import Step as PolicyStep
+from async_rl.policy.update_file import Storage, weights_digest, write_base, write_snapshot
+from async_rl.schema import ConfigError
+from trainer.learnable import Proposal
+from trainer.sketch import saved
+from trainer.sketch.applying import take_step
+from trainer.sketch.attach import attach_sketches, table
+from trainer.sketch.chain import Chain, read_link
+from trainer.sketch.ratio import weight_energy
+from trainer.sketch.step import Memory, Step, Tangents, carried, directions_, encoded, growth, length
+
+log = logging.getLogger("trainer")
+
+STORAGE: dict[torch.dtype, Storage] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class SketchWeights:
+    """`trainer.learnable.Learnable`. `seed` draws the projections. Weights are float32, or bfloat16 with stochastic
+    rounding (`rounding_noise`, ‖noise‖ / ‖update‖ of the last step, says at what price; None in float32).
+
+    The optimiser's state moves with the weights, in `take`: what is only proposed leaves everything but the sketches as
+    it was. Raises AsyncRLError, and ConfigError for a running mean that would outgrow everything."""
+
+    has_base = False
+
+    def __init__(self, model: PreTrainedModel, trainer: TrainerConfig, seed: int, model_path: str) -> None:
+        self.model = model
+        self.trainer = trainer
+        self.model_path = model_path
+        self.blocks, self.sketches, self.projections = attach_sketches(model, trainer, seed)
+        log.info("sketches:\n%s", table(self.blocks))
+        self.storage = _storage(self.parameters)
+        _check_momentum(self)
+        self.modules = tuple(self.blocks)
+        self.steps = 0
+        self.rounding_noise: float | None = None
+        views = self.sketches.views
+        self.memory = Memory(
+            {name: torch.zeros_like(view[..., 0]) for name, view in views.items()},
+            {name: torch.zeros_like(view) for name, view in views.items()} if trainer.momentum else {},
+        )
+        self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}  # ‖W‖²
+        self.chain = Chain(seed, self.storage, weights_digest(self.parameters))
+        self._snapshots: list[weakref.ref[_Snapshot]] = []
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All of the model's, tied ones once, as they are stored."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    # --- moving ------------------------------------------------------------------------------------------------------
+
+    def zero(self) -> None:
+        self.sketches.zero()
+
+    def reduce(self, group: distributed.ProcessGroup | None = None) -> None:
+        """With several ranks, after the backward passes and before `norm`: see `Sketches.reduce`."""
+        self.sketches.reduce(group)
+
+    def norm(self) -> float:
+        """The gradient's, on average: E‖G Aᵀ‖² = ‖G‖²."""
+        return self.sketches.norm()
+
+    def propose(self, norm: float, rate: float) -> Proposal:
+        """The sketches are used up: they hold the directions until `zero`."""
+        views, trainer = self.sketches.views, self.trainer
+        memory = directions_(views, self.memory, self.steps + 1, trainer.beta2, trainer.momentum)
+        size = length(views, self.blocks, self.projections, rate, sum(self.energy.values()))
+        factors = encoded(views, size)
+        return Proposal(Tangents(self.blocks, factors, self.projections), {}, Step(size, factors, memory))
+
+    @torch.no_grad()
+    def take(self, proposal: Proposal, scale: float) -> None:
+        step: Step = proposal.own
+        factors = step.factors if scale == 1 else encoded(self.sketches.views, scale * step.size)
+        for reference in self._snapshots:
+            if (kept := reference()) is not None:
+                kept.keep_weights()
+        self.rounding_noise = take_step(self.blocks, factors, self.projections, self.steps)
+        self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}
+        if self.trainer.publish == "factors":
+            self.chain.take(PolicyStep(self.steps, self.projections.update, factors))
+        self.memory = step.memory
+        self.steps += 1
+        self._redraw()
+        if self.rounding_noise is not None and self.rounding_noise > 1:
+            log.warning(
+                "step %d: rounding to bfloat16 is %.1f times the update; a larger update_ratio, or float32, would "
+                "drown less of it",
+                self.steps,
+                self.rounding_noise,
+            )
+
+    def move(self, norm: float, rate: float) -> None:
+        self.take(self.propose(norm, rate), 1)
+
+    def _redraw(self) -> None:
+        if self.steps % self.trainer.redraw_every:
+            return
+        old = {name: self._signs(name) for name in self.memory.mean}
+        self.projections.draw(self.steps)
+        for name, mean in self.memory.mean.items():
+            if self.trainer.carry_momentum:
+                mean.copy_(carried(mean, old[name], self._signs(name)))
+            else:
+                mean.zero_()
+
+    def _signs(self, name: str) -> torch.Tensor:
+        block = self.blocks[name]
+        return self.projections.signs(name, block.rank, block.columns)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Weights are copied only when they are about to move while the function is still held: to the CPU, where
+        there is room for them."""
+        kept = _Snapshot(self)
+        self._snapshots = [reference for reference in self._snapshots if reference() is not None]
+        self._snapshots.append(weakref.ref(kept))
+        return kept.restore
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def export(self, path: Path) -> str:
+        if self.trainer.publish == "factors":
+            return self.chain.export(path, self.steps)
+        if not self.steps:
+            return write_base(path, self.chain.digest)
+        self.chain.digest = write_snapshot(path, self.parameters, None, self.steps, self.steps)
+        return self.chain.digest
+
+    def export_whole(self, path: Path) -> str:
+        if not self.chain.exported:
+            raise AsyncRLError(f"{path}: the weights have moved since the last export, whose policy this is to be")
+        return write_snapshot(path, self.parameters, self.chain.digest, self.steps, self.steps)
+
+    def export_final(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    def save(self, folder: Path) -> None:
+        """See `trainer.sketch.saved`."""
+        draw = saved.Draw(self.projections.base_seed, self.projections.update)
+        saved.write(folder, self.parameters, self.memory, draw, self.steps, self.model_path)
+        self.chain.save(folder / saved.UPDATE_FILE)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        found = saved.read(folder, self.parameters, self.memory, self.projections.base_seed)
+        device = self.sketches.flat.device
+        parent, steps = read_link(folder / saved.UPDATE_FILE, device)
+        for name, parameter in self.parameters.items():
+            parameter.copy_(found.weights[name])
+        for own, read in zip(self.memory, found.memory, strict=True):
+            for name, tensor in own.items():
+                tensor.copy_(read[name])
+        self.steps = found.steps
+        self.projections.draw(found.draw.step)
+        self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}
+        self.chain.restore((parent, None, steps))
+
+
+class _Snapshot:
+    """See `SketchWeights.snapshot`."""
+
+    def __init__(self, weights: SketchWeights) -> None:
+        self._of = weights
+        self._weights: dict[str, torch.Tensor] | None = None
+        self._memory = Memory(*({name: tensor.clone() for name, tensor in part.items()} for part in weights.memory))
+        self._steps, self._drawn = weights.steps, weights.projections.update
+        self._energy, self._noise = weights.energy, weights.rounding_noise
+        self._chain = weights.chain.kept()
+
+    def keep_weights(self) -> None:
+        if self._weights is None:
+            self._weights = {name: block.weight.to("cpu", copy=True) for name, block in self._of.blocks.items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        own = self._of
+        for name, weight in (self._weights or {}).items():
+            own.blocks[name].weight.copy_(weight)
+        for part, kept in zip(own.memory, self._memory, strict=True):
+            part.update({name: tensor.clone() for name, tensor in kept.items()})
+        own.steps, own.energy, own.rounding_noise = self._steps, self._energy, self._noise
+        own.projections.draw(self._drawn)
+        own.chain.restore(self._chain)
+
+
+def _storage(parameters: dict[str, torch.Tensor]) -> Storage:
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) > 1 or not dtypes <= STORAGE.keys():
+        raise ConfigError(
+            '[model] dtype: [trainer] kind = "sketch" keeps weights in float32 or bfloat16, all of them alike, and '
+            f"this model has {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
+        )
+    return STORAGE[dtypes.pop()]
+
+
+def _check_momentum(weights: SketchWeights) -> None:
+    trainer = weights.trainer
+    if not (trainer.momentum and trainer.carry_momentum):
+        return
+    for name, block in weights.blocks.items():
+        if (grows := growth(block.columns, block.rank, trainer.momentum, trainer.redraw_every)) >= 1:
+            raise ConfigError(
+                f"[trainer] momentum = {trainer.momentum:g} with redraw_every = {trainer.redraw_every}: carried over "
+                f"to new directions, the running mean of {name} (rank {block.rank} of {block.columns} columns) grows "
+                f"by {grows:.3g} each time, and soon outweighs every gradient: raise redraw_every or rank, or set "
+                "carry_momentum = false"
+            )
