@@ -67,6 +67,9 @@ class Backend(Protocol):
         ratio). Raises FloatingPointError when the loss or the gradient is not finite; the weights are then
         unchanged."""
 
+    def observe(self, divergence: float) -> None:
+        """A node's divergence from the trainer (mean k3 of a flip probe, nats a token), for step control."""
+
     def reference(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
         """Log-probabilities of each sample's tokens under the base model, at sampling temperature: float32[n] each, 0
         where mask is not 0. Raises as `step` does, and where the base model is not kept."""

@@ -82,7 +82,7 @@ class _FrozenHead(torch.autograd.Function):
         slope, mean_slope = (hidden.new_empty(hidden.shape if of else (0, 0), dtype=dtype) for of in (learns, mixed))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part].to(dtype), weight, bias).div_(temperature)
+            logits = plain_logits(hidden[part].to(dtype), weight, bias).div_(temperature)
             wanted = target[part, None]
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             out[part] = (logits.gather(1, wanted) - normaliser)[:, 0]
@@ -116,7 +116,7 @@ def _blocks(weight: torch.Tensor, dtype: torch.dtype) -> list[slice]:
     return [slice(start, min(start + rows, weight.shape[0])) for start in range(0, weight.shape[0], rows)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def plain_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """hidden Wᵀ + b in hidden's dtype: [n, vocabulary]."""
     out = hidden.new_empty(len(hidden), weight.shape[0])
     for block in _blocks(weight, hidden.dtype):

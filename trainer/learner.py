@@ -278,6 +278,9 @@ class Learner:
         pools = pools_record(status, self._pushes_seen, self._mismatches_seen)
         self._metrics.write({"time_s": self._time_s(), "pools": pools})
         self._pushes_seen, self._mismatches_seen = status.pushes, status.mismatch_count
+        # When a look at the nodes comes is chance, which must not decide how long a step is where runs are repeated.
+        for *_, k3 in () if self._config.run.deterministic else pools["mismatches"]:
+            self._backend.observe(k3)
 
     def _time_s(self) -> float:
         """Seconds of this run, those before a resume included."""

@@ -112,25 +112,25 @@ class Scorer:
         """Log-probability of each wanted token, [n], at `temperature`, in float32 (or wider if the model is): logits
         are divided by the temperature and normalised in that dtype. Differentiable unless under no_grad."""
         if not self.chunked:
-            return selected(self._all_logits(rows), rows.target, temperature)
-        return head_logprobs(self._hidden(rows), self.head, rows.target, temperature, self.chunk_bytes)
+            return selected(self.all_logits(rows), rows.target, temperature)
+        return head_logprobs(self.hidden(rows), self.head, rows.target, temperature, self.chunk_bytes)
 
     def logprobs_and_mean(self, rows: Rows, mixture: Mixture, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs`, and at each wanted token's place the mean Σ_j w_j log π(j) over the tokens of its mixture: [n]
         both, from one pass."""
         if not self.chunked:
-            logits = self._all_logits(rows)
+            logits = self.all_logits(rows)
             return selected(logits, rows.target, temperature), mean_of(logits, mixture, temperature)
-        hidden = self._hidden(rows)
+        hidden = self.hidden(rows)
         return head_logprobs_and_mean(hidden, self.head, rows.target, mixture, temperature, self.chunk_bytes)
 
-    def _hidden(self, rows: Rows) -> torch.Tensor:
+    def hidden(self, rows: Rows) -> torch.Tensor:
         """What the head takes at the place of each wanted token: [n, width]."""
         hidden = _decoder(self.model)(**_inputs(rows)).last_hidden_state
         wanted: torch.Tensor = hidden.reshape(-1, hidden.shape[-1])[rows.position]
         return wanted
 
-    def _all_logits(self, rows: Rows) -> torch.Tensor:
+    def all_logits(self, rows: Rows) -> torch.Tensor:
         """[n, vocabulary], of all wanted tokens."""
 
         # A hook that leaves the head only what is wanted, instead of calling the head ourselves, keeps what a model

@@ -161,8 +161,8 @@ class TorchBackend:
         return StepResult(metrics, unflatten(samples, batch, before.proximal), skipped=norm == 0)
 
     def _updates(self, samples: Sequence[Sample], whole: Batch, before: Accumulated, rate: float) -> list[Update]:
-        """One update for each part of the batch, or none: when one raises, weights and optimiser go back."""
-        restore = self.learnable.snapshot()
+        """One update for each part of the batch, or none: when one raises, weights, optimiser and control go back."""
+        restore, control = self.learnable.snapshot(), self.control and self.control.state()
         updates = []
         try:
             for places in split_groups(samples, self.trainer.updates_per_batch):
@@ -174,6 +174,8 @@ class TorchBackend:
                 updates.append(self._update(part, batch._replace(data=data, reference=reference), rate))
         except BaseException:
             restore()
+            if self.control is not None and control is not None:
+                self.control.restore(control)
             raise
         return updates
 
@@ -257,6 +259,10 @@ class TorchBackend:
             return self.control.step(self.learnable, norm, rate, samples)
         self.learnable.move(norm, rate)
         return {}
+
+    def observe(self, divergence: float) -> None:
+        if self.control is not None:
+            self.control.observe(divergence)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

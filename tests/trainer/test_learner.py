@@ -54,7 +54,11 @@ class Counting:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.observed: list[float] = []
         self.during_step = lambda: None
+
+    def observe(self, divergence: float) -> None:
+        self.observed.append(divergence)
 
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepResult:
         self.during_step()
@@ -183,6 +187,14 @@ def test_a_learner_records_the_pools_and_some_trajectories_beside_its_steps(run)
     assert first["train_s"] <= first["cycle_s"] <= first["step_s"]
     samples = read_metrics(run.context.directory.samples_path)
     assert {sample["step"] for sample in samples} == set(range(STEPS))
+
+
+def test_what_nodes_diverge_by_is_told_to_the_backend_once(run):
+    run_learner(run.learner)
+    records = read_metrics(run.context.directory.metrics_path)
+    shown = [k3 for record in records if "pools" in record for *_, k3 in record["pools"]["mismatches"]]
+    assert shown
+    assert run.backend.observed == shown
 
 
 def test_a_learner_that_is_done_leaves_a_summary_whose_ledger_balances(run):
