@@ -161,7 +161,7 @@ def _differences(config: Config, measured: Config, options: argparse.Namespace) 
         differs.append("[model]")
     if not options.train_seconds:
         mine, theirs = config.trainer, measured.trainer
-        keys = ("kind", "backend", "rank", "targets", "micro_batch_tokens")
+        keys = ("kind", "backend", "rank", "ranks", "targets", "step_control", "micro_batch_tokens")
         differs += [f"trainer.{key}" for key in keys if getattr(mine, key) != getattr(theirs, key)]
     if not differs:
         return []

@@ -57,6 +57,9 @@ class AdamW:
             parameter.add_(deltas[name], alpha=scale)
         self.steps += 1
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def snapshot(self) -> Callable[[], None]:
         """See `trainer.learnable.Learnable.snapshot`."""
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}

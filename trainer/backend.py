@@ -52,7 +52,8 @@ class Backend(Protocol):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Full paths of the modules that the policy adapts."""
+        """What a node has to have matched: full paths of the modules that the policy adapts, or, of whole weights, the
+        names of all parameters."""
 
     @property
     def publishes_canary(self) -> bool:

@@ -29,9 +29,9 @@ class FullWeights(AdamW):
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         super().__init__(all_parameters(model), trainer)
-        self.modules = tuple(sorted({name.rpartition(".")[0] for name in self.parameters}))
+        self.modules = tuple(self.parameters)
         count = sum(parameter.numel() for parameter in self.parameters.values())
-        log.info("all %s parameters in %d modules learn", f"{count:,}", len(self.modules))
+        log.info("all %s weights learn, in %d parameters", f"{count:,}", len(self.parameters))
         if any(parameter.itemsize < 4 for parameter in self.parameters.values()):
             log.warning(
                 "the weights are stored in half precision, where a step that is smaller than half a unit in the last "
@@ -56,10 +56,11 @@ class FullWeights(AdamW):
     def export_final(self, folder: Path) -> None:
         write_whole(folder, self.model, self.model_path)
 
-    def save(self, folder: Path) -> str:
-        """weights.safetensors (a snapshot) and optimizer.safetensors."""
+    def save(self, folder: Path) -> None:
+        """weights.safetensors (a snapshot), optimizer.safetensors and backend.json."""
+        digest = self.export_whole(folder / optimizer_state.WEIGHTS_FILE)
         optimizer_state.write_moments(folder, self.parameters, self.optimizer)
-        return self.export_whole(folder / optimizer_state.WEIGHTS_FILE)
+        optimizer_state.write_counters(folder, optimizer_state.Counters(self.steps, digest, self.model_path, "full"))
 
     def load(self, folder: Path) -> None:
         counters = optimizer_state.read_counters(folder, "full")

@@ -35,7 +35,8 @@ class Proposal(NamedTuple):
 class Learnable(Protocol):
     @property
     def modules(self) -> tuple[str, ...]:
-        """Full paths of the modules that learn, for proofs of delivery."""
+        """What a node has to have matched, sorted, for proofs of delivery: full paths of the modules with an adapter,
+        or the names of all parameters where a policy is all weights."""
 
     @property
     def steps(self) -> int:
@@ -62,6 +63,9 @@ class Learnable(Protocol):
         """`propose`, and `take` at scale 1, without the detour where that is quicker. `norm` is what `norm()` gave;
         `rate` the scheduled learning rate, or update ratio."""
 
+    def metrics(self) -> dict[str, float]:
+        """What there is to say of the step taken last, by name."""
+
     def snapshot(self) -> Callable[[], None]:
         """Keep weights, optimiser and counters; the function returned puts them back, bit for bit."""
 
@@ -76,10 +80,10 @@ class Learnable(Protocol):
     def export_final(self, folder: Path) -> None:
         """Write what people load: a PEFT folder, or a whole Hugging Face checkpoint."""
 
-    def save(self, folder: Path) -> str:
-        """Write what `load` needs to go on exactly into an existing folder, beside the backend's own files; returns the
-        digest of what is in the file of the weights. Kinds that move the model's own weights write that as
-        `optimizer_state.WEIGHTS_FILE`, a snapshot."""
+    def save(self, folder: Path) -> None:
+        """Write what `load` needs to go on exactly into an existing folder, and what `async-rl export` does: counters
+        (trainer.optimizer_state.Counters), and an adapter file or, of kinds that move the model's own weights, a
+        snapshot as `optimizer_state.WEIGHTS_FILE`."""
 
     def load(self, folder: Path) -> None:
         """Go on exactly where `save` was called. Nothing changes when it raises AsyncRLError: for files that are

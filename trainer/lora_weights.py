@@ -66,10 +66,11 @@ class LoraWeights(AdamW):
     def export_final(self, folder: Path) -> None:
         write_peft_folder(folder, self.parameters, self._config, self.model_path)
 
-    def save(self, folder: Path) -> str:
-        """adapter.safetensors (an adapter file) and optimizer.safetensors."""
+    def save(self, folder: Path) -> None:
+        """adapter.safetensors (an adapter file), optimizer.safetensors and backend.json."""
+        digest = self.export(folder / optimizer_state.ADAPTER_FILE)
         optimizer_state.write_moments(folder, self.parameters, self.optimizer)
-        return self.export(folder / optimizer_state.ADAPTER_FILE)
+        optimizer_state.write_counters(folder, optimizer_state.Counters(self.steps, digest, self.model_path, "lora"))
 
     def load(self, folder: Path) -> None:
         counters = optimizer_state.read_counters(folder, "lora")

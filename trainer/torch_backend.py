@@ -40,7 +40,6 @@ from trainer.lora import adapter_off
 from trainer.lora_weights import LoraWeights
 from trainer.minibatches import split_groups
 from trainer.model_loading import load_model, resolve_device
-from trainer.optimizer_state import Counters, read_counters, write_counters
 from trainer.push_sizes import push_sizes
 
 if TYPE_CHECKING:
@@ -255,10 +254,12 @@ class TorchBackend:
 
     def _move(self, norm: float, rate: float, samples: Sequence[Sample]) -> dict[str, float]:
         """Take the step, as long as the optimiser makes it or as the control allows; its metrics."""
+        metrics = {}
         if self.control is not None:
-            return self.control.step(self.learnable, norm, rate, samples)
-        self.learnable.move(norm, rate)
-        return {}
+            metrics = self.control.step(self.learnable, norm, rate, samples)
+        else:
+            self.learnable.move(norm, rate)
+        return metrics | self.learnable.metrics()
 
     def observe(self, divergence: float) -> None:
         if self.control is not None:
@@ -311,17 +312,14 @@ class TorchBackend:
         self.learnable.export_final(folder)
 
     def save(self, folder: Path) -> None:
-        """What learns, backend.json, and step_control.json where steps are controlled, in an existing folder."""
-        digest = self.learnable.save(folder)
-        counters = Counters(self.learnable.steps, digest, self.model_path, self.trainer.kind)
-        write_counters(folder, counters)
+        """The learnable's files, and step_control.json where steps are controlled, in an existing folder."""
+        self.learnable.save(folder)
         if self.control is not None:
             (folder / CONTROL_FILE).write_bytes(msgspec.json.encode(self.control.state()))
 
     def load(self, folder: Path) -> None:
         """Go on exactly where `save` was called. Nothing changes when it raises AsyncRLError: for files that are
         missing or broken, or that belong to another configuration. Control that was off until then begins anew."""
-        read_counters(folder, self.trainer.kind)
         if self.control is None or not (folder / CONTROL_FILE).exists():
             self.learnable.load(folder)
             return

@@ -18,7 +18,7 @@ from trainer.checkpoint import write_checkpoint
 from trainer.export import export
 from trainer.torch_backend import TorchBackend
 
-RATES = {"lora": 5e-3, "full": 1e-3}
+RATES = {"lora": 5e-3, "full": 1e-3, "sketch": 2e-3}
 KINDS = list(RATES)
 WHOLE = [kind for kind in KINDS if kind != "lora"]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

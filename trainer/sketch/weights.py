@@ -29,6 +29,7 @@ from trainer.sketch.attach import attach_sketches, table
 from trainer.sketch.chain import Chain, read_link
 from trainer.sketch.ratio import weight_energy
 from trainer.sketch.step import Memory, Step, Tangents, carried, directions_, encoded, growth, length
+from trainer.whole_model import write_whole
 
 log = logging.getLogger("trainer")
 
@@ -52,7 +53,7 @@ class SketchWeights:
         log.info("sketches:\n%s", table(self.blocks))
         self.storage = _storage(self.parameters)
         _check_momentum(self)
-        self.modules = tuple(self.blocks)
+        self.modules = tuple(sorted(self.parameters))
         self.steps = 0
         self.rounding_noise: float | None = None
         views = self.sketches.views
@@ -115,6 +116,9 @@ class SketchWeights:
     def move(self, norm: float, rate: float) -> None:
         self.take(self.propose(norm, rate), 1)
 
+    def metrics(self) -> dict[str, float]:
+        return {} if self.rounding_noise is None else {"rounding_noise": self.rounding_noise}
+
     def _redraw(self) -> None:
         if self.steps % self.trainer.redraw_every:
             return
@@ -154,7 +158,7 @@ class SketchWeights:
         return write_snapshot(path, self.parameters, self.chain.digest, self.steps, self.steps)
 
     def export_final(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        write_whole(folder, self.model, self.model_path)
 
     def save(self, folder: Path) -> None:
         """See `trainer.sketch.saved`."""
