@@ -38,13 +38,15 @@ class EngineError(AsyncRLError):
 
 class Capabilities(NamedTuple):
     """What an engine can do; a config that asks for more is refused before anything starts. `logprob_bound`: how far,
-    in nats, its log-probabilities may be from those of another program with the same policy."""
+    in nats, its log-probabilities may be from those of another program with the same policy. `in_place`: there is one
+    copy of the weights, so a flip ends the policy that served; one installed policy may wait for its flip."""
 
     name: str
     in_flight: frozenset[InFlight]
     resident_versions: int
     attests: Literal["span", "name"]
     logprob_bound: float
+    in_place: bool = False
 
 
 class Prefix(NamedTuple):
@@ -126,12 +128,25 @@ class Engine(Protocol):
     def install(self, policy: PolicyId, path: Path) -> Installed:
         """Load an adapter file (async_rl.policy.adapter) into an inactive slot, without disturbing what runs.
         Raises EngineError, and leaves everything as it was, when a tensor matches no module, a target module gets no
-        tensor, a shape is wrong, or no slot is free. Installing a resident policy again does nothing."""
+        tensor, a shape is wrong, or no slot is free. Installing a resident policy again does nothing.
+
+        Of an engine that changes its weights `in_place`, `path` is a file of all weights, a base's or a factor update
+        (async_rl.policy.update_file), or a folder of such files, to be applied in the order of their names. It leads
+        from the serving policy or one before it (what was applied already is skipped), or begins with a file that
+        stands alone. All of it is read and checked against the model here, and nothing is changed. An engine that can
+        only load weights (vLLM, SGLang) keeps a master of them in host memory, in the trainer's dtype: `install`
+        checks, `flip` applies to the master and hands the parameters that changed to the engine's own reloading of
+        weights between two of its steps (vLLM: a worker extension's load_weights, SGLang: update_weights_from_tensor),
+        in the engine's dtype, and drops its prefix cache."""
 
     def flip(self, policy: PolicyId, in_flight: InFlight) -> None:
         """Serve a resident policy from the next step on, and treat requests in flight as `in_flight` says:
         finish (they keep their policy), continue (they go on under the new one with their KV cache), recompute (the
-        KV cache of prompt and tokens so far is built again under the new one). Pinned requests keep their policy."""
+        KV cache of prompt and tokens so far is built again under the new one). Pinned requests keep their policy.
+
+        In place, the weights become the new policy's, and the old one is not resident any more. Raises EngineError, and
+        changes nothing, when requests are pinned to that. A flip that fails half-way leaves an engine which computes
+        nothing at all: every call that would need the weights raises EngineError."""
 
     def evict(self, policy: PolicyId) -> None:
         """Free the slot of a policy that no request uses and that is not serving; raises EngineError otherwise."""

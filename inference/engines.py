@@ -14,12 +14,16 @@ def _torch(config: Config, model_path: Path) -> Engine:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from async_rl.policy.update_file import Storage
     from inference.torch_engine import TorchEngine
 
     disable_progress_bar()  # a node writes to a log
     inference = config.inference
     if config.run.deterministic:
         torch.set_num_threads(1)  # more would share out the work by their number, which may differ between machines
+    storage: Storage | None = None
+    if config.trainer.kind != "lora":
+        storage = "bfloat16" if config.model.dtype == "bfloat16" else "float32"
     return TorchEngine(
         model_path,
         slots=inference.slots,
@@ -30,6 +34,7 @@ def _torch(config: Config, model_path: Path) -> Engine:
         compile_mode=inference.compile,
         exact=config.run.deterministic,
         top_tokens=config.algorithm.center_scores,
+        storage=storage,
     )
 
 

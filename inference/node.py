@@ -76,6 +76,7 @@ class Node:
         self._engine = engine
         self._book = book
         self._buffer = buffer
+        self._puller = puller
         self._scorer = scorer
         self._inbox = inbox
         self._gauges = gauges
@@ -84,7 +85,7 @@ class Node:
         self._watchdog = context.watchdog
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start,
-            self._prover.holds,
+            self._prover.holds, book.pinned,
         )  # fmt: skip
         self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
         self._grace_s = context.config.launch.grace
@@ -118,6 +119,7 @@ class Node:
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
                 self._gauges.flipped(flipped.load_ms / 1e3)
+                self._puller.serves(flipped.installed.policy)
                 self._watchdog.note(f"flipped to policy {flipped.installed.policy.short()}")
                 self._prover.flipped(flipped.installed, flipped.load_ms)
             for completion in self._step():
@@ -367,7 +369,7 @@ def body(context: PoolContext) -> None:
         ready = NodeReady(
             engine.capabilities.name, config.inference.slots, fingerprint(config, path), logprob_bound(engine, config)
         )
-        puller = PolicyPuller(store, scratch, inbox)
+        puller = PolicyPuller(store, scratch, inbox, routed=engine.capabilities.in_place)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
         gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
         settle()

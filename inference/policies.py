@@ -3,6 +3,9 @@
 A thread of its own does this, so that sampling goes on while 160 MB come in. It always fetches the newest announced
 policy, skipping what was overtaken, and on request older ones that evaluation has pinned. A half-received file is
 never handed over.
+
+Where policies change the weights in place (`routed`), what is pulled is the way to a policy: the store says which files
+have to be applied to what the engine serves, in the fewest bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
+import shutil
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +22,10 @@ from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
+from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
-from async_rl.wire.messages import Announce, Chunk, Pull, Stop
+from async_rl.wire.messages import Announce, Chunk, Pull, Route, Routed, RouteFile, Stop
 
 log = logging.getLogger("policies")
 
@@ -32,13 +37,16 @@ RETRY_S = 1.0  # before the canary is asked for again
 
 
 class PolicyFetched(NamedTuple):
-    """A verified file (the node deletes it after use). `order` is the announcement's, 0 for one asked for and for the
-    canary."""
+    """A verified file, or a folder of such, to be applied in the order of their names; the node calls `discard` after
+    use. `order` is the announcement's, 0 for one asked for and for the canary."""
 
     policy: PolicyId
     path: Path
     order: int
     fetch_ms: float
+
+    def discard(self) -> None:
+        discard(self.path)
 
 
 class PolicyFetchFailed(NamedTuple):
@@ -49,10 +57,12 @@ class PolicyFetchFailed(NamedTuple):
 class PolicyPuller:
     """`inbox` receives PolicyFetched and PolicyFetchFailed, and the error that ended the thread, if one did."""
 
-    def __init__(self, link: Client, folder: Path, inbox: queue.SimpleQueue[object]) -> None:
+    def __init__(self, link: Client, folder: Path, inbox: queue.SimpleQueue[object], routed: bool = False) -> None:
         self._link = link
         self._folder = folder
         self._inbox = inbox
+        self._routed = routed
+        self._have: PolicyId | None = None
         self._asked: queue.SimpleQueue[PolicyId] = queue.SimpleQueue()
         self._newest: Announce | None = None
         self._canary: PolicyId | None = None  # announced and not here yet
@@ -68,6 +78,10 @@ class PolicyPuller:
     def ask(self, policy: PolicyId) -> None:
         """Fetch a policy that is not the newest."""
         self._asked.put(policy)
+
+    def serves(self, policy: PolicyId) -> None:
+        """The engine serves this policy now: ways to others begin there."""
+        self._have = policy
 
     def close(self) -> None:
         self._closing.set()
@@ -136,9 +150,12 @@ class PolicyPuller:
         started = time.monotonic()
         path = self._folder / f"{policy.short()}-{order}.safetensors"
         try:
-            self._pull(policy, path)
+            if self._routed and policy.name != CANARY:
+                path = self._pull_way(policy, path)
+            else:
+                self._pull(policy, path)
         except (AsyncRLError, OSError) as error:  # OSError: the disk is full
-            path.unlink(missing_ok=True)
+            discard(path)
             if isinstance(error, LinkError):
                 raise
             self._inbox.put(PolicyFetchFailed(policy, str(error)))
@@ -146,10 +163,36 @@ class PolicyPuller:
         self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3))
         return True
 
-    def _pull(self, policy: PolicyId, path: Path) -> None:
+    def _pull_way(self, policy: PolicyId, path: Path) -> Path:
+        """All files of the way to a policy: where it is one, as `path`, else in a folder of that name."""
+        files = self._way(policy)
+        if len(files) == 1:
+            self._pull(files[0].policy, path, files[0])
+            return path
+        path.mkdir(mode=0o700)
+        for number, file in enumerate(files):
+            self._pull(file.policy, path / f"{number:06}.safetensors", file)
+            reached("node.mid-route")
+        return path
+
+    def _way(self, policy: PolicyId) -> tuple[RouteFile, ...]:
+        self._link.send(Route(policy, self._have))
+        deadline, awaiting = time.monotonic() + CHUNK_TIMEOUT_S, f"the way to policy {policy.short()}"
+        while True:
+            message = self._receive(deadline, awaiting).message
+            if not isinstance(message, Routed):
+                self._note(message)
+            elif message.policy == policy:
+                if message.error:
+                    raise AsyncRLError(f"policy {policy.short()}: {message.error}")
+                return message.files
+
+    def _pull(self, policy: PolicyId, path: Path, expected: RouteFile | None = None) -> None:
         """Chunks in order, a few requests ahead; the first answer says how large the file is. A chunk is hashed while
         it is written, as both take about as long (a pull of 160 MB: 0.26 s, 0.23 s so; of 4 at once: 1.8 s, 1.4 s)."""
         asked, received, size, sha256 = 0, 0, CHUNK_BYTES, ""
+        if expected is not None:
+            size, sha256 = expected.size, expected.sha256
         digest = hashlib.sha256()
         hashing: Future[None] | None = None
         with path.open("wb") as file, ThreadPoolExecutor(1, "policy-hash") as hasher:
@@ -158,7 +201,7 @@ class PolicyPuller:
                     self._link.send(Pull(policy, asked, CHUNK_BYTES))
                     asked += CHUNK_BYTES
                 chunk, data = self._next_chunk(policy, received)
-                if received and (chunk.size, chunk.sha256) != (size, sha256):
+                if sha256 and (chunk.size, chunk.sha256) != (size, sha256):
                     raise AsyncRLError(f"policy {policy.short()} became another file while it was pulled")
                 size, sha256 = chunk.size, chunk.sha256
                 if data.nbytes != min(CHUNK_BYTES, size - received):
@@ -198,3 +241,11 @@ class PolicyPuller:
                         f"{self._link.endpoint}"
                     ) from timeout
         raise AsyncRLError(f"the node ends before {awaiting} came")
+
+
+def discard(path: Path) -> None:
+    """A policy's file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

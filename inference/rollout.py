@@ -110,6 +110,10 @@ class RolloutBook:
         """Every lease that is open here."""
         return list(self._open)
 
+    def pinned(self) -> set[PolicyId]:
+        """The policies to which open leases are pinned."""
+        return {entry.lease.policy for entry in self._open.values() if entry.lease.policy is not None}
+
     def has(self, lease: int) -> bool:
         return lease in self._open
 

@@ -2,22 +2,28 @@
 
 At most `max_resident` policies are resident, the one being loaded included. When all are in use the newest waits;
 after `flip_timeout` the requests of the oldest unpinned one are recomputed under the serving policy, which frees it.
+
+Where a policy changes the weights in place, a flip ends the one that served. So the newest waits while leases are
+pinned to that one, until the last of them is closed (the buffer cancels them at `eval_timeout`), and PARTING_S longer
+for more of them. A policy that the engine has passed is gone, and what is pinned to it cannot start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
-from inference.engine import Engine, InFlight, Installed, Prefix, Request
+from inference.engine import Engine, EngineError, InFlight, Installed, Prefix, Request
 from inference.policies import PolicyFetched
 
 log = logging.getLogger("serving")
+
+PARTING_S = 1.0  # an evaluation has more leases than a node may hold: the next one comes when the buffer has a result
 
 
 class Flipped(NamedTuple):
@@ -38,7 +44,7 @@ class Serving:
     evaluation or a hand-over wants. `held` hears of every policy that is on the engine now without being served: such a
     one, and the canary, which is taken off again at once. `failed` hears of policies that could not be loaded (the old
     one goes on serving), `unstarted` of the pinned requests that cannot run for that reason, or that the engine refuses
-    once their policy is here."""
+    once their policy is here. `pinned` are the policies of open leases."""
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class Serving:
         failed: Callable[[PolicyId, str], None],
         unstarted: Callable[[Request, str], None],
         held: Callable[[Installed], None],
+        pinned: Callable[[], Collection[PolicyId]] = tuple,
     ) -> None:
         self._engine = engine
         self._in_flight: InFlight = in_flight
@@ -57,6 +64,8 @@ class Serving:
         self._failed = failed
         self._unstarted = unstarted
         self._held = held
+        self._pinned = pinned
+        self._stays_until = 0.0  # the serving policy, where a flip would end it
         self._served_order = 0
         self._incoming: list[Incoming] = []
         self.recomputed = 0
@@ -88,6 +97,10 @@ class Serving:
         if policy is None or policy in self._engine.resident:
             self._engine.submit(request)
             return
+        if self._in_place and all(entry.fetched.policy != policy for entry in self._incoming):
+            serving = self._engine.serving
+            instead = serving.short() if serving else "none"
+            raise EngineError(f"policy {policy.short()} is not here, {instead} serves: of weights there is one copy")
         if policy not in self._waiting:
             self._waiting[policy] = []
             if all(entry.fetched.policy != policy for entry in self._incoming):
@@ -122,13 +135,15 @@ class Serving:
     def advance(self, now: float) -> Flipped | None:
         """Install what has come as far as slots allow, and flip to the newest."""
         flipped = None
+        if self._in_place and self._must_stay(now):
+            return None
         for entry in list(self._incoming):
             fetched = entry.fetched
             if not self._make_room(fetched, now - entry.waiting_since):
                 if not self._only_resumed(fetched):
                     break
                 self._incoming.remove(entry)
-                fetched.path.unlink(missing_ok=True)
+                fetched.discard()
                 self._give_up(fetched.policy, "there is no slot for its policy")
                 continue
             self._incoming.remove(entry)
@@ -147,6 +162,16 @@ class Serving:
                     self._engine.evict(fetched.policy)
             self._start_waiting(fetched.policy)
         return flipped
+
+    @property
+    def _in_place(self) -> bool:
+        return self._engine.capabilities.in_place
+
+    def _must_stay(self, now: float) -> bool:
+        """Whether leases are pinned to what serves, or were until a moment ago."""
+        if self._engine.serving in self._pinned():
+            self._stays_until = now + PARTING_S
+        return now < self._stays_until
 
     def _start_waiting(self, policy: PolicyId) -> None:
         for request in self._waiting.pop(policy, []):
@@ -180,7 +205,7 @@ class Serving:
             self._give_up(fetched.policy, str(error))
             return None
         finally:
-            fetched.path.unlink(missing_ok=True)
+            fetched.discard()
 
     def _make_room(self, fetched: PolicyFetched, waited_s: float) -> bool:
         resident = self._engine.resident
@@ -212,6 +237,8 @@ class Serving:
 
     def _drop(self, entry: Incoming) -> None:
         self._incoming.remove(entry)
-        entry.fetched.path.unlink(missing_ok=True)
-        if entry.fetched.policy in self._waiting:
+        entry.fetched.discard()
+        if entry.fetched.policy in self._waiting and self._in_place:
+            self._give_up(entry.fetched.policy, "a newer policy came before its turn")
+        elif entry.fetched.policy in self._waiting:
             self._ask(entry.fetched.policy)

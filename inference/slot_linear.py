@@ -56,7 +56,10 @@ def low_rank_linear(
 
 
 class SlotLinear(nn.Linear):
-    """Common part: the base weight and bias are those of the layer that this one replaces, shared, not copied."""
+    """Common part: the base weight and bias are those of the layer that this one replaces, shared, not copied; but the
+    weight of one that had it `transposed`."""
+
+    transposed = False
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, active: ActiveSlot, slots: int) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -155,5 +158,6 @@ def wrap_linears(model: nn.Module, active: ActiveSlot, slots: int) -> dict[str, 
             continue
         kind = MergedLinear if weight.dtype == torch.float32 else UnmergedLinear
         wrapped[name] = kind(weight, module.bias, active, slots)
+        wrapped[name].transposed = isinstance(module, Conv1D)
         model.set_submodule(name, wrapped[name])
     return wrapped

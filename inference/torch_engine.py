@@ -16,18 +16,18 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.policy.adapter import AdapterError, read_adapter
+from async_rl.policy.update_file import Storage
 from async_rl.trajectory import Finish
 from async_rl.version import PolicyId
-from inference.adapter_match import match_adapter
 from inference.compiled_step import CompileMode
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Prefix, Request
 from inference.model_loading import pick_device, stop_table
+from inference.policy_weights import policy_weights
 from inference.proof import LOGPROB_BOUNDS
 from inference.request_checks import check_ids, check_request, check_top_tokens, request_name
 from inference.resident import ResidentPolicies
@@ -60,7 +60,8 @@ class TorchEngine:
     """Implements inference.engine.Engine. `slots` requests run at once, each of at most `max_context` tokens, prompt
     included; `stop_tokens` end a request (default: the model's own end tokens). With `exact` a pinned request gets the
     same bits whatever else runs (inference.exact_shapes). A completion has the `top_tokens` likeliest tokens at each
-    place; then the decode step stays eager, and a prefix, which lacks them, is refused."""
+    place; then the decode step stays eager, and a prefix, which lacks them, is refused. With `storage` policies are
+    weights of the whole model, of which there is one copy, and which the trainer keeps in that dtype."""
 
     def __init__(
         self,
@@ -75,21 +76,23 @@ class TorchEngine:
         stop_tokens: Collection[int] | None = None,
         exact: bool = False,
         top_tokens: int = 0,
+        storage: Storage | None = None,
     ) -> None:
         if slots < 1 or max_context < 2:
             raise EngineError(f"slots is {slots} and max_context is {max_context}: need at least 1 and 2")
-        self._resident = ResidentPolicies(max_resident)
+        self._resident = ResidentPolicies(max_resident if storage is None else 2)  # one serves, one waits for its flip
         self._runner = ModelRunner(
             Path(model_path),
             rows=slots,
             positions=max_context,
-            policy_slots=max_resident,
+            policy_slots=max_resident if storage is None else 1,
             device=pick_device(device),
             dtype=dtype,
             compile_mode="never" if exact or top_tokens else compile_mode,
             exact=exact,
             top=top_tokens,
         )
+        self._weights = policy_weights(self._runner, self._resident, Path(model_path), storage)
         self._exact = exact
         self._slots, self._max_context = slots, max_context
         self.vocabulary_size = self._runner.input_vocab
@@ -116,7 +119,8 @@ class TorchEngine:
     @property
     def capabilities(self) -> Capabilities:
         bound = LOGPROB_BOUNDS[str(self._runner.dtype).removeprefix("torch.")]
-        return Capabilities("torch", frozenset(get_args(InFlight)), self._resident.max_resident, "span", bound)
+        own = self._weights
+        return Capabilities("torch", own.in_flight, self._resident.max_resident, "span", bound, own.in_place)
 
     @property
     def serving(self) -> PolicyId | None:
@@ -158,34 +162,36 @@ class TorchEngine:
             check_ids("a sequence to score", sequence, self.vocabulary_size)
             if len(sequence) > most:
                 raise EngineError(f"a sequence to score has {len(sequence)} tokens, the model has {most} positions")
-        return self._runner.score(self._resident.slot(policy), tokens)
+        return self._runner.score(self._weights.slot(policy), tokens)
 
     # --- policies ----------------------------------------------------------------------------------------------------
 
     def install(self, policy: PolicyId, path: Path) -> Installed:
         if policy not in self._resident:
-            slot = self._resident.free_slot()
-            shapes = {name: (m.out_features, m.in_features) for name, m in self._runner.linears.items()}
-            try:
-                tensors, config = read_adapter(path, expected_digest=policy.digest)
-            except AdapterError as error:
-                raise EngineError(f"policy {policy.short()}: {error}") from error
-            adapters = match_adapter(tensors, config, shapes)
-            self._runner.load(slot, adapters)
+            self._resident.free_slot()  # there must be one
+            self._matched[policy] = self._weights.install(policy, path)
             self._resident.add(policy)
-            self._matched[policy] = tuple(adapters)
         return Installed(policy, self._matched[policy])
 
     def flip(self, policy: PolicyId, in_flight: InFlight) -> None:
-        if in_flight not in get_args(InFlight):
-            raise EngineError(f"in_flight {in_flight!r}: choose {', '.join(get_args(InFlight))}")
+        if in_flight not in self._weights.in_flight:
+            raise EngineError(f"in_flight {in_flight!r}: choose {', '.join(sorted(self._weights.in_flight))}")
+        self._resident.slot(policy)
+        ending = self.serving if self._weights.in_place and self.serving != policy else None
+        attempts = (*self._waiting.values(), *self._attempts.values())
+        if ending is not None and any(attempt.request.policy == ending for attempt in attempts):
+            raise EngineError(f"policy {ending.short()} is pinned by requests, and a flip would end it: wait for them")
+        self._weights.flip(policy)
         self._resident.serve(policy)
         if in_flight != "finish":
             self._unbind_waiting(self.resident.keys() - {policy})
             self._rebind(self._unpinned_rows() & (self._live("policy") != self._stamps.serial(policy)), in_flight)
+        if ending is not None:
+            self.evict(ending)
 
     def evict(self, policy: PolicyId) -> None:
         self._resident.remove(policy)
+        self._weights.evict(policy)
         del self._matched[policy]
 
     def rebind(self, policy: PolicyId) -> int:
@@ -237,6 +243,7 @@ class TorchEngine:
         if policy is None and request.prefix is not None and request.prefix.policy in self._resident.uses:
             policy = request.prefix.policy
         if policy is not None:
+            self._weights.slot(policy)
             self._resident.acquire(policy)
         limit = min(request.sampling.max_new_tokens, self._max_context - len(request.prompt))
         prompt_bytes = np.ascontiguousarray(request.prompt, dtype=np.int32).tobytes()
@@ -436,4 +443,4 @@ class TorchEngine:
         return self._rows[field][: self._n]
 
     def _slot_of_serial(self, serial: int) -> int:
-        return self._resident.slot(self._stamps.policy(serial))
+        return self._weights.slot(self._stamps.policy(serial))

@@ -27,6 +27,7 @@ POINTS = {
     "store.after-index": "the index names the policy, nobody has heard of it",
     "store.after-announce": "the nodes were told, the trainer was not",
     "node.after-lease": "leases have come and their requests are with the engine",
+    "node.mid-route": "a file of several that lead to a policy is here, the next is not",
     "node.before-flip": "the new policy is installed, the old one serves",
     "node.after-flip": "the new policy serves, the buffer does not know",
     "node.before-results": "trajectories are complete and not sent",

@@ -1,0 +1,42 @@
+"""Policies that are adapters: each in a slot of its own, side by side on the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from async_rl.policy.adapter import AdapterError, read_adapter
+from async_rl.version import PolicyId
+from inference.adapter_match import match_adapter
+from inference.engine import EngineError, InFlight
+from inference.resident import ResidentPolicies
+from inference.runner import ModelRunner
+
+
+class AdapterSlots:
+    """Implements inference.policy_weights.PolicyWeights."""
+
+    in_flight: frozenset[InFlight] = frozenset(get_args(InFlight))
+    in_place = False
+
+    def __init__(self, runner: ModelRunner, resident: ResidentPolicies) -> None:
+        self._runner, self._resident = runner, resident
+
+    def install(self, policy: PolicyId, path: Path) -> tuple[str, ...]:
+        shapes = {name: (m.out_features, m.in_features) for name, m in self._runner.linears.items()}
+        try:
+            tensors, config = read_adapter(path, expected_digest=policy.digest)
+        except AdapterError as error:
+            raise EngineError(f"policy {policy.short()}: {error}") from error
+        adapters = match_adapter(tensors, config, shapes)
+        self._runner.load(self._resident.free_slot(), adapters)
+        return tuple(adapters)
+
+    def slot(self, policy: PolicyId) -> int:
+        return self._resident.slot(policy)
+
+    def flip(self, policy: PolicyId) -> None:
+        """Nothing to do: every slot computes at any time."""
+
+    def evict(self, policy: PolicyId) -> None:
+        """Nothing to do: the slot is written over."""
