@@ -10,6 +10,7 @@ that.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,14 @@ def apply_(
     columns = weight.shape[-1]
     total = start + columns if total_columns is None else total_columns
     _check(weight, factors, start, total, rounding)
+    if triton_runs_on(weight.device) and weight.dim() <= 3:
+        from async_rl.policy import kernels
+
+        with torch.no_grad():
+            kernels.apply_(
+                weight.detach(), *factors, key, start=start, total_columns=total, first_row=first_row, rounding=rounding
+            )
+        return
     place = _Place(start, total, first_row, rounding)
     with torch.no_grad(), whole_float32():
         for index in np.ndindex(*weight.shape[:-2]):
@@ -181,6 +190,11 @@ def _check(weight: torch.Tensor, factors: Factors, start: int, total: int, round
         )
     if not 0 <= start <= start + weight.shape[-1] <= total:
         raise AsyncRLError(f"apply: columns {start} … {start + weight.shape[-1]} of {total}")
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether kernels written in Triton can be run there."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager

@@ -1,0 +1,34 @@
+"""The two products of a sketched layer, by Triton's kernels on a GPU, and in torch elsewhere.
+
+Neither scales by 1/√rank where it would be rounded: `project` gives x·signᵀ = √rank · x Aᵀ, and `accumulate_` takes the
+factor, in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from async_rl.policy.factors import triton_runs_on, whole_float32
+from async_rl.policy.projection import ProjectionKey, signs
+
+
+def project(x: torch.Tensor, key: ProjectionKey, rank: int, *, start: int = 0) -> torch.Tensor:
+    """x·signᵀ: [tokens, rank] in x's dtype, summed in float32, of x [tokens, columns] (float32 or bfloat16, any
+    strides), whose columns are the global ones from `start` on."""
+    if triton_runs_on(x.device):
+        from trainer.kernels import triton_kernels
+
+        return triton_kernels.project(x, key, rank, start)
+    return x @ signs(key, rank, start, start + x.shape[1], x.device).to(x.dtype).T
+
+
+def accumulate_(sketch: torch.Tensor, gradient: torch.Tensor, projected: torch.Tensor, scale: float = 1.0) -> None:
+    """sketch += scale · gradientᵀ · projected in float32, in place: sketch float32 [rows, rank], gradient [tokens,
+    rows] (any strides) and projected [tokens, rank] of one dtype. The same bits every time."""
+    if triton_runs_on(sketch.device) and sketch.is_contiguous():
+        from trainer.kernels import triton_kernels
+
+        triton_kernels.accumulate_(sketch, gradient, projected, scale)
+        return
+    with whole_float32():
+        sketch.addmm_(gradient.to(sketch.dtype).T, projected.to(sketch.dtype), alpha=scale)
