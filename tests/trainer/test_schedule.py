@@ -21,3 +21,9 @@ def test_short_runs_and_steps_beyond_the_last() -> None:
     assert rate_at(99, 10, trainer) == 1.0
     with pytest.raises(ValueError, match="step -1"):
         rate_at(-1, 10, trainer)
+
+
+def test_a_sketchs_update_ratio_follows_the_same_course() -> None:
+    sketch = TrainerConfig(kind="sketch", update_ratio=2.0, warmup_steps=3, final_learning_rate=0.25)
+    lora = TrainerConfig(learning_rate=2.0, warmup_steps=3, final_learning_rate=0.25)
+    assert [rate_at(step, 9, sketch) for step in range(9)] == [rate_at(step, 9, lora) for step in range(9)]

@@ -119,3 +119,13 @@ def test_a_step_that_could_not_be_taken_is_an_alarm_too(tmp_path: Path) -> None:
     error = watch(tmp_path).not_finite(9, FloatingPointError("after 9 optimiser steps: loss nan, gradient norm nan"))
     assert "alarm: the step from version 9, after 9 optimiser steps: loss nan, gradient norm nan" in str(error)
     assert "lower trainer.learning_rate (now 0.04), or trainer.max_grad_norm" in str(error)
+
+
+def test_a_sketch_is_told_of_its_own_settings(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoints", 6, lambda folder: (folder / "weights").write_bytes(b"w") and None, {})
+    config = Config(trainer=TrainerConfig(kind="sketch", update_ratio=3e-3))
+    watching = Watch(config, tmp_path / "checkpoints", tmp_path / "metrics.jsonl")
+    error = str(watching.not_finite(7, FloatingPointError("loss nan")))
+    assert "lower trainer.update_ratio (now 0.003), or trainer.step_control" in error
+    assert "with another trainer.update_ratio or trainer.step_control; the other" in error
+    assert "learning_rate" not in error

@@ -42,6 +42,23 @@ def test_the_line_that_loads_the_adapter_names_the_model_it_was_made_for(directo
     assert f"peft.PeftModel.from_pretrained({model}, '{final}')" in words
 
 
+def test_whole_weights_are_loaded_as_they_are_and_there_is_nothing_to_merge(directory: RunDirectory) -> None:
+    final = directory.adapters / "final"
+    final.mkdir()
+    (final / "config.json").touch()
+    words = closing_words(directory, build_summary(RECORDS, None, CONFIG, 65.0))
+    assert f"transformers.AutoModelForCausalLM.from_pretrained('{final}')" in words
+    assert f"model           {final}" in words
+    assert "peft" not in words.lower()
+    assert "--merged" not in words
+
+
+def test_what_a_push_takes_stands_beside_what_it_would_in_other_forms() -> None:
+    sizes = {"push_bytes": 1234, "push_bytes_full": 5678900, "push_bytes_adapter": 4321}
+    text = summary_text(build_summary(RECORDS, None, CONFIG, 65.0, sizes))
+    assert "1,234 bytes (whole weights 5,678,900, an adapter 4,321)" in text
+
+
 def test_a_summary_reads_in_a_few_lines_also_when_the_buffer_said_nothing() -> None:
     lines = summary_text(build_summary(RECORDS, None, CONFIG, 65.0)).splitlines()
     assert "steps     2 in 1:05" in lines
