@@ -47,8 +47,8 @@ def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) ->
         layer = model.get_submodule(block.module)
         assert isinstance(layer, nn.Linear)
         attach_linear(layer, into[block.name], anchor)
-    for path in sorted({block.module for block in named}):
-        own = {block.name.rpartition(".")[2]: into[block.name] for block in named if block.module == path}
+    for path in sorted({block.name.rpartition(".")[0] for block in named}):
+        own = {name.rpartition(".")[2]: each for name, each in into.items() if name.rpartition(".")[0] == path}
         attach_experts(model.get_submodule(path), own, anchor)
     return Attached(blocks, sketches, projections)
 

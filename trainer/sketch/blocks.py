@@ -16,7 +16,8 @@ from trainer.sketch.projections import Projections
 
 class Block(NamedTuple):
     """`name` is the projection's: the module's path in the checkpoint, without an expert's index; `module` the path of
-    the module in this model; `weight` a view of its parameter, [rows, columns] or [experts, rows, columns]."""
+    the module of this model that computes it; `weight` a view of its parameter, [rows, columns] or [experts, rows,
+    columns]."""
 
     name: str
     module: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +20,7 @@ from trainer.sketch.blocks import Accumulator, Block
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"  # as in the checkpoint
 GATE_UP = "gate_up_proj"
-
-
-class RowBlock(NamedTuple):
-    """Some of the output rows of a fused weight, and where their sketch is summed."""
-
-    rows: slice
-    accumulator: Accumulator
+PROJECTIONS = "projections"  # below an experts module
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -52,50 +46,51 @@ def expert_blocks(path: str, experts: nn.Module, ranks: Mapping[str, int], rank:
     fused, down = (experts.get_parameter(name).detach() for name in (GATE_UP, DOWN))
     gate, up = fused.chunk(2, dim=1)
     named = {GATE: gate, UP: up, DOWN: down}
-    return [Block(f"{path}.{name}", path, weight, ranks.get(name, rank)) for name, weight in named.items()]
+    return [
+        Block(f"{path}.{name}", f"{path}.{PROJECTIONS}.{name}", weight, ranks.get(name, rank))
+        for name, weight in named.items()
+    ]
 
 
 def attach_experts(experts: nn.Module, accumulators: Mapping[str, Accumulator], anchor: torch.Tensor) -> None:
     """Let `experts` sketch the gradients of those of gate_proj, up_proj and down_proj that have an accumulator,
     wherever gradients are wanted, and compute by the same grouped product elsewhere. `anchor`: see `attach_linear`."""
-    _, width, inner = experts.get_parameter(DOWN).shape
-    rows = {GATE: slice(0, inner), UP: slice(inner, 2 * inner), DOWN: slice(0, width)}
-    joint, alone = (
-        tuple(RowBlock(rows[name], accumulators[name]) for name in names if name in accumulators)
-        for names in ((GATE, UP), (DOWN,))
-    )
-    experts.forward = partial(_forward, experts, joint, alone, anchor)  # type: ignore[method-assign]
+    fused, down = (experts.get_parameter(name).detach() for name in (GATE_UP, DOWN))
+    weights = dict(zip((GATE, UP, DOWN), (*fused.chunk(2, dim=1), down), strict=True))
+    parts = {name: ExpertProjection(weight, accumulators.get(name), anchor) for name, weight in weights.items()}
+    experts.add_module(PROJECTIONS, nn.ModuleDict(parts))
+    experts.forward = partial(_forward, experts)  # type: ignore[method-assign]
 
 
-def _forward(
-    experts: Any,
-    joint: tuple[RowBlock, ...],
-    alone: tuple[RowBlock, ...],
-    anchor: torch.Tensor,
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
+def _forward(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """transformers' contract of an experts module: hidden [tokens, width], chosen int64 and weights [tokens, k]."""
     k = chosen.shape[-1]
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
     counts = torch.bincount(expert, minlength=experts.num_experts).tolist()
-    inside = grouped(hidden[order // k], experts.gate_up_proj, counts, joint, anchor)
-    out = grouped(experts._apply_gate(inside), experts.down_proj, counts, alone, anchor)
-    out = out * weights.reshape(-1)[order, None]
+    x, parts = hidden[order // k], experts.projections
+    inside = experts._apply_gate(torch.cat([parts[GATE](x, counts), parts[UP](x, counts)], dim=-1))
+    out = parts[DOWN](inside, counts) * weights.reshape(-1)[order, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return out[back].view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
-def grouped(
-    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], blocks: tuple[RowBlock, ...], anchor: torch.Tensor
-) -> torch.Tensor:
-    """[n, out] of x [n, in], sorted by expert: `counts` rows for each of the weights [experts, out, in]."""
-    if not torch.is_grad_enabled():
-        return _products(x, weight, counts)
-    out: torch.Tensor = _SketchedExperts.apply(x, weight, counts, blocks, anchor)
-    return out
+class ExpertProjection(nn.Module):
+    """One projection of all experts of a layer: a module without parameters, so that what looks at layers' inputs and
+    outputs finds one here too. `weight` is a view, [experts, out, in]."""
+
+    def __init__(self, weight: torch.Tensor, accumulator: Accumulator | None, anchor: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        self._accumulator = accumulator
+        self._anchor = anchor
+
+    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """[n, out] of x [n, in], which is sorted by expert: `counts` rows for each."""
+        if not torch.is_grad_enabled():
+            return _products(x, self.weight, counts)
+        out: torch.Tensor = _SketchedExperts.apply(x, self.weight, counts, self._accumulator, self._anchor)
+        return out
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -110,26 +105,21 @@ class _SketchedExperts(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         counts: Sequence[int],
-        blocks: tuple[RowBlock, ...],
+        accumulator: Accumulator | None,
         anchor: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.counts, ctx.blocks = list(counts), blocks
-        ctx.save_for_backward(weight, *(block.accumulator.project(x) for block in blocks))
+        ctx.counts, ctx.accumulator = list(counts), accumulator
+        ctx.save_for_backward(weight, *(() if accumulator is None else (accumulator.project(x),)))
         return _products(x, weight, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         weight, *projected = ctx.saved_tensors
-        split = [values.split(ctx.counts) for values in (gradient, *projected)]
-        below = gradient.new_empty(len(gradient), weight.shape[2]) if ctx.needs_input_grad[0] else None
-        start = 0
-        for expert, (own, *kept) in enumerate(zip(*split, strict=True)):
-            if not len(own):
-                continue
-            for block, values in zip(ctx.blocks, kept, strict=True):
-                block.accumulator.add(own[:, block.rows], values, expert)
-            if below is not None:
-                torch.mm(own, weight[expert], out=below[start : start + len(own)])
-            start += len(own)
+        for values in projected:
+            parts = zip(gradient.split(ctx.counts), values.split(ctx.counts), strict=True)
+            for expert, (own, kept) in enumerate(parts):
+                if len(own):
+                    ctx.accumulator.add(own, kept, expert)
+        below = _products(gradient, weight.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
         return below, None, None, None, None

@@ -37,22 +37,23 @@ class Step(NamedTuple):
 
 
 class Tangents(Mapping[str, Sequence[LowRank]]):
-    """The change of each weight as a product, made when it is asked for: what the factors really do, so the negative of
-    the direction. For experts b is [experts, rows, rank]."""
+    """The change of each weight as a product, by module, made when it is asked for: what the factors really do, so the
+    negative of the direction. For experts b is [experts, rows, rank], and the module an ExpertProjection."""
 
     def __init__(self, blocks: Mapping[str, Block], factors: Mapping[str, Factors], projections: Projections) -> None:
-        self._blocks, self._factors, self._projections = blocks, factors, projections
+        self._blocks = {block.module: block for block in blocks.values()}
+        self._factors, self._projections = factors, projections
 
-    def __getitem__(self, name: str) -> Sequence[LowRank]:
-        block = self._blocks[name]
-        a = self._projections.matrix(name, block.rank, block.columns)
-        return (LowRank(a, decode(self._factors[name]).neg_()),)
+    def __getitem__(self, module: str) -> Sequence[LowRank]:
+        block = self._blocks[module]
+        a = self._projections.matrix(block.name, block.rank, block.columns)
+        return (LowRank(a, decode(self._factors[block.name]).neg_()),)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._factors)
+        return iter(self._blocks)
 
     def __len__(self) -> int:
-        return len(self._factors)
+        return len(self._blocks)
 
 
 def directions_(sketches: Tensors, memory: Memory, number: int, beta2: float, momentum: float) -> Memory:

@@ -1,14 +1,15 @@
 """Kind "sketch": the linear layers' own weights learn, by gradient sketches; nothing of a weight's size is made.
 
 A step goes: sketches S become directions D where they lie (RowAdam), the update ratio gives the length k, k·D becomes
-integers, and these are applied, here as on every receiver, to the same bits. Norms, biases, and (unless
-trainer.train_embeddings) embeddings and head are frozen: they are a thousandth of the weights, or would have to be sent
-whole with every policy.
+integers, and these are applied, here as on every receiver, to the same bits. Norms and biases are frozen, a thousandth
+of the weights. So are embeddings and head, which no factors could carry, unless trainer.train_embeddings: then they
+learn by AdamW, and every policy is published whole.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from async_rl.errors import AsyncRLError
 from async_rl.policy.update_file import Step as PolicyStep
 from async_rl.policy.update_file import Storage, weights_digest, write_base, write_snapshot
 from async_rl.schema import ConfigError
+from trainer import optimizer_state
+from trainer.adamw import AdamW, Deltas
 from trainer.learnable import Proposal
 from trainer.sketch import saved
 from trainer.sketch.applying import take_step
@@ -29,7 +32,7 @@ from trainer.sketch.attach import attach_sketches, table
 from trainer.sketch.chain import Chain, read_link
 from trainer.sketch.ratio import weight_energy
 from trainer.sketch.step import Memory, Step, Tangents, carried, directions_, encoded, growth, length
-from trainer.whole_model import write_whole
+from trainer.whole_model import all_parameters, fill, write_whole
 
 log = logging.getLogger("trainer")
 
@@ -53,6 +56,7 @@ class SketchWeights:
         log.info("sketches:\n%s", table(self.blocks))
         self.storage = _storage(self.parameters)
         _check_momentum(self)
+        self.embeddings = _embeddings(model, trainer)
         self.modules = tuple(sorted(self.parameters))
         self.steps = 0
         self.rounding_noise: float | None = None
@@ -74,6 +78,8 @@ class SketchWeights:
 
     def zero(self) -> None:
         self.sketches.zero()
+        if self.embeddings:
+            self.embeddings.zero()
 
     def reduce(self, group: distributed.ProcessGroup | None = None) -> None:
         """With several ranks, after the backward passes and before `norm`: see `Sketches.reduce`."""
@@ -81,7 +87,7 @@ class SketchWeights:
 
     def norm(self) -> float:
         """The gradient's, on average: E‖G Aᵀ‖² = ‖G‖²."""
-        return self.sketches.norm()
+        return math.hypot(self.sketches.norm(), self.embeddings.norm() if self.embeddings else 0.0)
 
     def propose(self, norm: float, rate: float) -> Proposal:
         """The sketches are used up: they hold the directions until `zero`."""
@@ -89,7 +95,11 @@ class SketchWeights:
         memory = directions_(views, self.memory, self.steps + 1, trainer.beta2, trainer.momentum)
         size = length(views, self.blocks, self.projections, rate, sum(self.energy.values()))
         factors = encoded(views, size)
-        return Proposal(Tangents(self.blocks, factors, self.projections), {}, Step(size, factors, memory))
+        dense: Deltas = {}
+        if self.embeddings:
+            learning_rate = trainer.learning_rate * rate / trainer.update_ratio  # one schedule for both
+            dense = self.embeddings.displacement(self.embeddings.norm(), learning_rate)
+        return Proposal(Tangents(self.blocks, factors, self.projections), dense, Step(size, factors, memory))
 
     @torch.no_grad()
     def take(self, proposal: Proposal, scale: float) -> None:
@@ -100,6 +110,8 @@ class SketchWeights:
                 kept.keep_weights()
         self.rounding_noise = take_step(self.blocks, factors, self.projections, self.steps)
         self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}
+        if self.embeddings:
+            self.embeddings.add(dict(proposal.dense), scale)
         if self.trainer.publish == "factors":
             self.chain.take(PolicyStep(self.steps, self.projections.update, factors))
         self.memory = step.memory
@@ -161,7 +173,9 @@ class SketchWeights:
         write_whole(folder, self.model, self.model_path)
 
     def save(self, folder: Path) -> None:
-        """See `trainer.sketch.saved`."""
+        """See `trainer.sketch.saved`; and optimizer.safetensors, for embeddings that learn."""
+        if self.embeddings:
+            optimizer_state.write_moments(folder, self.embeddings.parameters, self.embeddings.optimizer)
         draw = saved.Draw(self.projections.base_seed, self.projections.update)
         saved.write(folder, self.parameters, self.memory, draw, self.steps, self.model_path)
         self.chain.save(folder / saved.UPDATE_FILE)
@@ -171,8 +185,10 @@ class SketchWeights:
         found = saved.read(folder, self.parameters, self.memory, self.projections.base_seed)
         device = self.sketches.flat.device
         parent, steps = read_link(folder / saved.UPDATE_FILE, device)
-        for name, parameter in self.parameters.items():
-            parameter.copy_(found.weights[name])
+        if self.embeddings:
+            part = {name: found.weights[name] for name in self.embeddings.parameters}
+            optimizer_state.restore(folder, part, self.embeddings.parameters, self.embeddings.optimizer)
+        fill(self.model, found.weights)
         for own, read in zip(self.memory, found.memory, strict=True):
             for name, tensor in own.items():
                 tensor.copy_(read[name])
@@ -192,6 +208,7 @@ class _Snapshot:
         self._steps, self._drawn = weights.steps, weights.projections.update
         self._energy, self._noise = weights.energy, weights.rounding_noise
         self._chain = weights.chain.kept()
+        self._restore_embeddings = weights.embeddings.snapshot() if weights.embeddings else None
 
     def keep_weights(self) -> None:
         if self._weights is None:
@@ -207,6 +224,20 @@ class _Snapshot:
         own.steps, own.energy, own.rounding_noise = self._steps, self._energy, self._noise
         own.projections.draw(self._drawn)
         own.chain.restore(self._chain)
+        if self._restore_embeddings:
+            self._restore_embeddings()
+
+
+def _embeddings(model: PreTrainedModel, trainer: TrainerConfig) -> AdamW | None:
+    """Embeddings and head (one, if they are tied), once they learn."""
+    if not trainer.train_embeddings:
+        return None
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    wanted = {id(layer.weight) for layer in layers if layer is not None}
+    parameters = {name: each for name, each in all_parameters(model).items() if id(each) in wanted}
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    return AdamW(parameters, trainer)
 
 
 def _storage(parameters: dict[str, torch.Tensor]) -> Storage:

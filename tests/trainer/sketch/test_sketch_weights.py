@@ -87,7 +87,7 @@ def test_a_proposal_says_what_taking_it_does_and_changes_nothing_before() -> Non
         before, memory = copied(weights), weights.memory.variance["model.layers.0.mlp.up_proj"].clone()
         proposal = weights.propose(weights.norm(), 1e-2)
         assert not proposal.dense
-        assert tuple(proposal.tangents) == tuple(weights.blocks)
+        assert proposal.tangents.keys() == weights.blocks.keys()
         assert_same(weights, before)
         assert torch.equal(weights.memory.variance["model.layers.0.mlp.up_proj"], memory)
         changes = {name: sum(b.double() @ a.double() for a, b in pairs) for name, pairs in proposal.tangents.items()}
