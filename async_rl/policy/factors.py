@@ -27,7 +27,8 @@ LARGEST_Q = 32767
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -100, 100  # of s: products with T stay normal numbers of float32
 ENCODE_ROWS = 4096
 BLOCK_COLUMNS = 4096  # a block's signs, its q and its T lie in a core's cache
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 19
+ROUNDED_ELEMENTS = 1 << 17  # of a block that is rounded: a stream's many temporaries are small enough to be used again
 
 
 class Factors(NamedTuple):
@@ -122,7 +123,7 @@ def _apply_matrix(weight: torch.Tensor, factors: Factors, key: ProjectionKey, pl
     for left in range(0, columns, BLOCK_COLUMNS):
         right = min(left + BLOCK_COLUMNS, columns)
         sign = signs(key, rank, place.start + left, place.start + right, weight.device).float()
-        height = max(1, BLOCK_ELEMENTS // (right - left))
+        height = max(1, (BLOCK_ELEMENTS if place.rounding is None else ROUNDED_ELEMENTS) // (right - left))
         buffer = torch.empty(min(height, out), right - left, device=weight.device)
         for top in range(0, out, height):
             rows = slice(top, min(top + height, out))
