@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreted import DEVICE, passes_interpreted, runs_kernels
 
-from async_rl.policy.projection import projection_key, signs_numpy
+from async_rl.policy.projection import projection_key, signs, signs_numpy
 from trainer.kernels import sketching
 
 KEY = projection_key(1, 2, "layer")
@@ -38,7 +38,7 @@ def projected(x: torch.Tensor, rank: int, start: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("tokens", "columns", "rank"), CASES)
 def test_torch_projects_and_accumulates(tokens: int, columns: int, rank: int, dtype: torch.dtype) -> None:
     x, g = made(tokens, columns, dtype, 0), made(tokens, 40, dtype, 1)
-    p = sketching.project(x, KEY, rank)
+    p = sketching.project(x, KEY, rank, lambda: signs(KEY, rank, 0, columns))
     assert p.dtype == dtype
     assert near(p, projected(x, rank))
     sketch = made(40, rank, torch.float32, 2)

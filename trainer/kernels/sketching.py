@@ -6,20 +6,25 @@ factor, in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from async_rl.policy.factors import triton_runs_on, whole_float32
-from async_rl.policy.projection import ProjectionKey, signs
+from async_rl.policy.projection import ProjectionKey
 
 
-def project(x: torch.Tensor, key: ProjectionKey, rank: int, *, start: int = 0) -> torch.Tensor:
+def project(
+    x: torch.Tensor, key: ProjectionKey, rank: int, drawn: Callable[[], torch.Tensor], *, start: int = 0
+) -> torch.Tensor:
     """x·signᵀ: [tokens, rank] in x's dtype, summed in float32, of x [tokens, columns] (float32 or bfloat16, any
-    strides), whose columns are the global ones from `start` on."""
+    strides), whose columns are the global ones from `start` on. Where no kernel draws the signs itself they are those
+    that `drawn` returns: int8 [rank, columns]."""
     if triton_runs_on(x.device):
         from trainer.kernels import triton_kernels
 
         return triton_kernels.project(x, key, rank, start)
-    return x @ signs(key, rank, start, start + x.shape[1], x.device).to(x.dtype).T
+    return x @ drawn().to(x.dtype).T
 
 
 def accumulate_(sketch: torch.Tensor, gradient: torch.Tensor, projected: torch.Tensor, scale: float = 1.0) -> None:

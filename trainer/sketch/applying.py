@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from async_rl.policy.factors import Factors, apply_, decode
-from async_rl.policy.projection import projection_key
 from async_rl.policy.rounding import RoundingKey, rounding_key
 from trainer.sketch.blocks import Block
 from trainer.sketch.projections import Projections
@@ -32,7 +31,7 @@ def take_step(
     how large the rounding is, ‖noise‖ / ‖update‖; else None."""
     total = Change(0.0, 0.0)
     for name, block in blocks.items():
-        key = projection_key(projections.base_seed, projections.update, name)
+        key = projections.key(name)
         if block.weight.dtype != torch.bfloat16:
             apply_(block.weight, factors[name], key)
             continue

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from trainer.kernels.sketching import accumulate_, project
 from trainer.sketch.projections import Projections
 
 
@@ -43,11 +44,11 @@ class Accumulator(NamedTuple):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """√rank · x Aᵀ: [n, rank] in x's dtype, of x [n, columns]. The root is left for `add`, where it costs nothing
         and is not rounded to x's dtype."""
-        signs = self.projections.signs(self.block.name, self.block.rank, self.block.columns)
-        return x @ signs.to(x.dtype).T
+        name, rank, columns = self.block.name, self.block.rank, self.block.columns
+        drawn = self.projections
+        return project(x, drawn.key(name), rank, lambda: drawn.signs(name, rank, columns))
 
     def add(self, gradient: torch.Tensor, projected: torch.Tensor, expert: int | None = None) -> None:
         """S (of one expert) += gradientᵀ · projected / √rank, of gradient [n, rows] and projected [n, rank]."""
         sketch = self.sketch if expert is None else self.sketch[expert]
-        scale = 1 / math.sqrt(self.block.rank)
-        sketch.addmm_(gradient.to(sketch.dtype).T, projected.to(sketch.dtype), alpha=scale)
+        accumulate_(sketch, gradient, projected, 1 / math.sqrt(self.block.rank))

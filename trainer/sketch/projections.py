@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from async_rl.policy.projection import projection_key, signs
+from async_rl.policy.projection import ProjectionKey, projection_key, signs
 
 
 class Projections:
@@ -28,12 +28,15 @@ class Projections:
             self.update = update
             self._signs.clear()
 
+    def key(self, name: str) -> ProjectionKey:
+        """What the projection of `name` is drawn by: a kernel draws it again rather than read it."""
+        return projection_key(self.base_seed, self.update, name)
+
     def signs(self, name: str, rank: int, columns: int) -> torch.Tensor:
         """int8 [rank, columns] of ±1; A is this divided by √rank."""
         found = self._signs.get(name)
         if found is None:
-            key = projection_key(self.base_seed, self.update, name)
-            found = self._signs[name] = signs(key, rank, 0, columns, self._device).contiguous()
+            found = self._signs[name] = signs(self.key(name), rank, 0, columns, self._device).contiguous()
         return found
 
     def matrix(self, name: str, rank: int, columns: int) -> torch.Tensor:
