@@ -2,7 +2,9 @@
 
 Evaluations hold no ticket, take no capacity (only their rewards are kept) and do not count against what a node asked
 for. They go out before training leases, at most `eval_share` of a node's slots at a time, first to nodes that serve
-exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it.
+exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it. Where
+nodes have one copy of the weights they cannot: such a node stays at its policy while it holds leases pinned to that,
+and when all have passed a policy, what is left of its evaluation is given up at once.
 One runs at a time, the rest wait their turn; the time-out of each starts with it.
 """
 
@@ -54,9 +56,10 @@ class Running:
 
 
 class Evaluations:
-    def __init__(self, eval_share: float, max_tries: int) -> None:
+    def __init__(self, eval_share: float, max_tries: int, one_copy: bool = False) -> None:
         self._share = eval_share
         self._max_tries = max_tries
+        self._one_copy = one_copy
         self.ledger = Ledger(EVALUATION)
         self.current: Running | None = None
         self._queue: deque[EvalRequested] = deque()
@@ -98,7 +101,7 @@ class Evaluations:
 
     def next_grant(self) -> tuple[Node, int, int] | None:
         """(node, instance, try) of the next evaluation lease, taken off the list."""
-        nodes = self._serving or self._others
+        nodes = self._serving or ({} if self._one_copy else self._others)
         if self.current is None or not self.current.pending or not nodes:
             return None
         instance = self.current.pending.popleft()
@@ -135,7 +138,17 @@ class Evaluations:
             current.cancelled += 1
 
     def due(self, now: float) -> bool:
-        return self.current is not None and (self.current.closed >= self.current.n or now >= self.current.deadline)
+        current = self.current
+        if current is None:
+            return False
+        return current.closed >= current.n or now >= current.deadline or self._passed_by(current)
+
+    def _passed_by(self, current: Running) -> bool:
+        """Whether no node can serve the policy any more: each has one copy of the weights, of a later one. O(nodes),
+        while one has still to come to it."""
+        if not self._one_copy or current.leases or self._serving:
+            return False
+        return bool(self._others) and all(node.version > current.policy.version for node in self._others.values())
 
     def finish(self, now: float) -> EvalFinished:
         """Report; the caller has closed the leases that were open."""

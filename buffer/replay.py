@@ -72,7 +72,7 @@ class Replay:
         self.leases = Leases(rules.lease_timeout)
         self.nodes = Nodes()
         self.quarantine = Quarantine(self.nodes, rules.max_staleness)
-        self.evaluations = Evaluations(rules.eval_share, rules.max_tries)
+        self.evaluations = Evaluations(rules.eval_share, rules.max_tries, rules.one_copy)
         self.handovers = Handovers()
         self.confirmed_batches = 0
         self.covered = 0

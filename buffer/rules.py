@@ -23,7 +23,8 @@ class Rules(NamedTuple):
     There is no separate name for the order. `fifo` is a window of 1; where stale data is not waited for, the window
     is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped); `fresh` is
     `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). `instances` is how
-    many the task has, where their history decides (buffer.instances), else 0. Times are in seconds."""
+    many the task has, where their history decides (buffer.instances), else 0. `one_copy`: a node has room for the
+    policy that it serves and for no other. Times are in seconds."""
 
     run_seed: int
     steps: int
@@ -52,6 +53,7 @@ class Rules(NamedTuple):
     adaptive: bool = False
     adaptive_ess: float = 0.3
     adaptive_k3: float = 0.05
+    one_copy: bool = False
 
     @property
     def fresh_groups(self) -> int:
@@ -91,4 +93,5 @@ def rules_from_config(config: Config) -> Rules:
         adaptive=buffer.adaptive,
         adaptive_ess=buffer.adaptive_ess,
         adaptive_k3=buffer.adaptive_k3,
+        one_copy=config.trainer.kind != "lora",
     )

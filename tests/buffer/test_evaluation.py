@@ -6,7 +6,7 @@ import math
 
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import SamplingParams
-from buffer.events import EvalFinished, EvalRequested, NodeLost, RunFinished, Ticked
+from buffer.events import EvalFinished, EvalRequested, NodeAttested, NodeJoined, NodeLost, RunFinished, Ticked
 
 GREEDY = SamplingParams(0.0, 16)
 
@@ -131,3 +131,27 @@ def test_the_end_of_the_run_closes_an_evaluation_that_is_under_way(tools):
     effects = play.apply(RunFinished("done"))
     assert tools.cancelled(effects) == [("a", lease.lease)]
     assert play.replay.eval_ledger["dropped.cancelled"] == 1
+
+
+def test_of_nodes_with_one_copy_only_those_that_serve_the_policy_are_asked(tools):
+    play = tools.play(one_copy=True)
+    play.node("old", slots=4)
+    play.publish()
+    assert evals(tools, request(play, 3)) == []  # its node comes to it yet
+    play.apply(NodeJoined("new", 4))
+    granted = tools.granted(play.apply(NodeAttested("new", play.policies[-1])))
+    assert [node for node, _ in granted] == ["new", "new"]
+
+
+def test_what_is_left_of_an_evaluation_is_given_up_once_every_node_has_one_copy_of_a_later_policy(tools):
+    play = tools.play(one_copy=True)
+    play.node("a", slots=2)
+    play.node("b", slots=2)
+    (first, second) = evals(tools, request(play, 3))
+    play.publish()
+    play.attest("a")
+    effects = play.result(first, 0, reward=1.0)  # it had this when it flipped
+    assert tools.of(EvalFinished, effects) == []
+    play.attest("b")
+    (finished,) = tools.of(EvalFinished, play.result(second, 0, "b", reward=0.0))
+    assert (finished.n, finished.mean_reward, finished.cancelled) == (2, 0.5, 1)
