@@ -1,0 +1,182 @@
+"""When a node whose engine has one copy of the weights flips: not while something is pinned to what it would end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sketched_policies import SketchedPolicies
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from async_rl.version import PolicyId
+from async_rl.wire.messages import SamplingParams
+from inference.engine import Completion, EngineError, Request
+from inference.policies import PolicyFetched
+from inference.serving import PARTING_S, Serving
+from inference.torch_engine import TorchEngine
+
+
+class House:
+    """A serving with a clock of its own, and files of versions 0, 1, 2, …, each of which only follows on the last."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "qwen3", vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=8, intermediate_size=24, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        self.folder = folder
+        self.policies = SketchedPolicies(folder / "model", folder)
+        self.engine = TorchEngine(
+            folder / "model", slots=4, max_context=48, max_resident=2, device="cpu", dtype="float32",
+            storage="float32", compile_mode="never",
+        )  # fmt: skip
+        self.pinned: set[PolicyId] = set()
+        self.unstarted: list[tuple[int, str]] = []
+        self.failed: list[str] = []
+        self.asked: list[PolicyId] = []
+        self.done: dict[int, Completion] = {}
+        self.now = 100.0
+        self.serving = Serving(
+            self.engine, "continue", 10.0, self.asked.append, lambda _, error: self.failed.append(error),
+            lambda request, why: self.unstarted.append((request.key[1], why)), lambda _: None, lambda: self.pinned,
+        )  # fmt: skip
+        self.fetch()
+        assert self.advance() == 0
+
+    def fetch(self) -> Path:
+        """The next version comes, as a way from what serves."""
+        if self.engine.serving is not None:
+            self.policies.step()
+        first = 0 if self.engine.serving is None else self.engine.serving.version + 1
+        files = self.policies.main[first:]
+        path = self.folder / f"way-{files[-1].policy.version}"
+        path.mkdir()
+        for number, file in enumerate(files):
+            shutil.copy(file.path, path / f"{number:06}.safetensors")
+        policy = files[-1].policy
+        self.serving.fetched(PolicyFetched(policy, path, policy.version + 1, 5.0), self.now)
+        return path
+
+    def advance(self, seconds: float = 0.0) -> int | None:
+        self.now += seconds
+        flipped = self.serving.advance(self.now)
+        return None if flipped is None else flipped.installed.policy.version
+
+    def policy(self, version: int) -> PolicyId:
+        return self.policies.main[version].policy
+
+    def request(self, sample: int, pinned: int | None = None) -> Request:
+        prompt = np.arange(5, dtype=np.int32)
+        policy = None if pinned is None else self.policy(pinned)
+        return Request((7, sample), prompt, SamplingParams(1.0, 8), sample, policy)
+
+    def run(self) -> None:
+        while self.engine.active:
+            self.done |= {completion.key[1]: completion for completion in self.engine.step()}
+
+    def versions(self, sample: int) -> list[int]:
+        return [run.version for run in self.done[sample].versions]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Callable[[], House]:
+    return lambda: House(tmp_path)
+
+
+def test_a_flip_waits_until_the_leases_pinned_to_what_serves_are_closed_and_a_moment_longer(
+    house: Callable[[], House],
+) -> None:
+    """A lease is open while its answer is scored; when the buffer has the result it has the next one to give."""
+    one = house()
+    one.pinned = {one.policy(0)}
+    one.serving.submit(one.request(1, pinned=0))
+    path = one.fetch()
+    assert one.advance() is None
+    one.run()
+    assert one.advance(5.0) is None  # it is scored
+    one.pinned = set()
+    assert one.advance(PARTING_S / 2) is None
+    one.pinned = {one.policy(0)}  # the next lease
+    one.serving.submit(one.request(2, pinned=0))
+    assert one.advance(PARTING_S) is None
+    one.run()
+    one.pinned = set()
+    assert one.advance(PARTING_S / 2) is None
+    assert path.exists()
+    assert one.advance(PARTING_S) == 1
+    assert not path.exists()
+    assert one.versions(1) == one.versions(2) == [0]
+    assert one.failed == one.asked == []
+
+
+def test_leases_pinned_to_anything_else_hold_up_no_flip(house: Callable[[], House]) -> None:
+    one = house()
+    one.fetch()
+    one.pinned = {one.policy(1)}
+    assert one.advance() == 1
+
+
+def test_while_the_flip_waits_the_newest_replaces_what_waited_and_leads_from_what_serves(
+    house: Callable[[], House],
+) -> None:
+    one = house()
+    one.pinned = {one.policy(0)}
+    paths = [one.fetch() for _ in range(3)]
+    assert one.advance() is None
+    assert [path.exists() for path in paths] == [False, False, True]
+    one.pinned = set()
+    assert one.advance(2 * PARTING_S) == 3
+    assert one.failed == []
+
+
+def test_a_request_pinned_to_what_waits_for_its_flip_starts_then(house: Callable[[], House]) -> None:
+    one = house()
+    one.pinned = {one.policy(0)}
+    one.advance()
+    one.fetch()
+    one.serving.submit(one.request(1, pinned=1))
+    assert one.engine.active == 0
+    one.pinned = set()
+    assert one.advance(2 * PARTING_S) == 1
+    one.run()
+    assert one.versions(1) == [1]
+
+
+def test_a_request_pinned_to_a_policy_that_is_overtaken_before_its_flip_cannot_start(
+    house: Callable[[], House],
+) -> None:
+    one = house()
+    one.pinned = {one.policy(0)}
+    one.fetch()
+    one.serving.submit(one.request(1, pinned=1))
+    one.fetch()
+    assert one.unstarted == [(1, "a newer policy came before its turn")]
+    assert one.asked == []
+
+
+def test_a_request_pinned_to_a_policy_that_is_not_here_fails_and_says_what_serves(
+    house: Callable[[], House],
+) -> None:
+    one = house()
+    one.fetch()
+    assert one.advance() == 1
+    with pytest.raises(EngineError, match=r"0-.* is not here, 1-.* serves"):
+        one.serving.submit(one.request(1, pinned=0))
+    assert one.asked == []
+
+
+def test_a_request_in_flight_goes_on_under_the_new_weights(house: Callable[[], House]) -> None:
+    one = house()
+    one.serving.submit(one.request(1))
+    for _ in range(3):
+        one.engine.step()
+    one.fetch()
+    assert one.advance() == 1
+    one.run()
+    assert one.versions(1) == [0, 1]

@@ -1,0 +1,172 @@
+"""A policy store in a thread, behind a real socket: a trainer that uploads to it, and nodes that pull."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_rl.run.exporter import Exporter
+from async_rl.run.process import StopEvent
+from async_rl.run.watchdog import Watchdog
+from async_rl.version import PolicyId
+from async_rl.wire.link import Client, Server
+from async_rl.wire.messages import PinPolicy, Pull, Stored, Upload
+from buffer.store import PolicyFiles, StoreService
+from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
+
+RUN, TOKEN = "r1", "t" * 64
+MAX_STALENESS = 1
+PATIENCE_S = 20.0
+
+
+def policy(version: int) -> PolicyId:
+    return PolicyId("main", version, f"{version:064x}")
+
+
+def data_of(version: int, size: int = 1000) -> bytes:
+    return random.Random(version).randbytes(size)
+
+
+def upload_of(version: int, data: bytes) -> Upload:
+    return Upload(policy(version), "lora", len(data), hashlib.sha256(data).hexdigest())
+
+
+class Context(NamedTuple):
+    """What StoreService needs of a PoolContext."""
+
+    stopping: StopEvent
+    exporter: Exporter
+    watchdog: Watchdog
+
+
+class WatchedStore(StoreService):
+    """The store, and a place to stand between two chunks of it: `before_pull` runs in its thread, before each."""
+
+    pulls: list[Pull]
+    before_pull: Callable[[Pull], None] | None = None
+
+    def _on_pull(self, peer: str, pull: Pull) -> None:
+        if self.before_pull is not None:
+            self.before_pull(pull)
+        self.pulls.append(pull)
+        super()._on_pull(peer, pull)
+
+
+class House:
+    """A store in a thread, a trainer that uploads, and nodes that pull."""
+
+    def __init__(self, folder: Path, max_staleness: int = MAX_STALENESS) -> None:
+        self.files, self.max_staleness = folder / "store", max_staleness
+        self.scratch = folder / "node"
+        self.scratch.mkdir()
+        self.endpoint = f"ipc://{folder / 's'}"
+        self._closing: list[Callable[[], None]] = []
+        self.open()
+        self._trainer = self.link("trainer", "trainer")
+
+    def open(self, keep: bool = False) -> None:
+        self.stopping = StopEvent()
+        self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
+        files = PolicyFiles(self.files, RUN, self.max_staleness, keep)
+        self.store = WatchedStore(Context(self.stopping, Exporter(), Watchdog()), self.server, files)
+        self.store.pulls = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.store.serve()
+        finally:
+            self.server.close()
+
+    def link(self, role: Any, name: str) -> Client:
+        client = Client(self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="store")
+        self._closing.append(lambda: client.close(0.2))
+        client.connect(PATIENCE_S)
+        return client
+
+    def node(self, link: Client | None = None, routed: bool = False) -> Node:
+        link = link or self.link("node", "node")
+        folder = self.scratch
+        if link.name != "node":  # a folder of its own, as every node has
+            folder = self.scratch / link.name
+            folder.mkdir()
+        node = Node(link, folder, routed)
+        self._closing.append(node.puller.close)
+        return node
+
+    def upload(self, version: int, data: bytes) -> bytes:
+        """Until it is stored and announced."""
+        self._trainer.send(upload_of(version, data), [data])
+        assert self._trainer.receive(PATIENCE_S, "its upload").message == Stored(policy(version))
+        return data
+
+    def upload_as(
+        self, identity: PolicyId, data: bytes, kind: str | None = None, parent: PolicyId | None = None
+    ) -> None:
+        upload = Upload(identity, kind or identity.name, len(data), hashlib.sha256(data).hexdigest(), parent)
+        self._trainer.send(upload, [data])
+        while self._trainer.receive(PATIENCE_S, "its upload").message != Stored(identity):
+            pass  # of an earlier one: a store that was killed may say so twice
+
+    def pin(self, version: int) -> None:
+        self._trainer.send(PinPolicy(policy(version), True))
+
+    def file(self, version: int) -> Path:
+        (path,) = self.files.glob(f"{version}-*.policy")
+        return path
+
+    def kill(self) -> None:
+        """As `kill -9`, with nothing lost that was acknowledged: no goodbye."""
+        self.server._peers.clear()
+        self.stop()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def close(self) -> None:
+        for close in reversed(self._closing):
+            close()
+        self.stop()
+
+
+class Node:
+    def __init__(self, link: Client, folder: Path, routed: bool = False) -> None:
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.folder = folder
+        self.puller = PolicyPuller(link, folder, self.inbox, routed)
+
+    def next(self) -> Any:
+        return self.inbox.get(timeout=PATIENCE_S)
+
+    def expect(self, version: int, data: bytes) -> PolicyFetched:
+        """The next thing that comes is this policy, byte for byte; its file is taken away, as a node does."""
+        fetched = self.next()
+        assert isinstance(fetched, PolicyFetched), fetched
+        assert fetched.policy == policy(version)
+        assert fetched.path.read_bytes() == data
+        fetched.path.unlink()
+        return fetched
+
+    def expect_failure(self, version: int) -> str:
+        """The next thing that comes is this policy's failure, and nothing of its file is left."""
+        failed = self.next()
+        assert isinstance(failed, PolicyFetchFailed), failed
+        assert failed.policy == policy(version)
+        assert list(self.folder.glob(f"{version}-*")) == []
+        return failed.error
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
+        time.sleep(0.005)
