@@ -79,11 +79,16 @@ def _add_tangent(out: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _low_rank(model: nn.Module, tangents: Mapping[str, Sequence[LowRank]], add: Add) -> Iterator[None]:
-    def hook(name: str, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    def hook(name: str, module: nn.Module, args: Sequence[Any], out: torch.Tensor) -> torch.Tensor:
         pairs, x = tangents[name], undual(args[0])[0]  # asked for layer by layer: they may be made only then
-        a, b = torch.cat([pair.a for pair in pairs]), torch.cat([pair.b for pair in pairs], dim=1)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return add(out, (x.to(wide) @ a.to(x.device, wide).T) @ b.to(x.device, wide).T)
+        a = torch.cat([pair.a for pair in pairs]).to(x.device, wide)
+        b = torch.cat([pair.b for pair in pairs], dim=-1).to(x.device, wide)
+        inner = x.to(wide) @ a.T
+        if b.dim() == 2:
+            return add(out, inner @ b.T)
+        # All experts of a layer share a; rows are sorted by expert, and args[1] counts them (ExpertProjection).
+        return add(out, torch.cat([part @ own.T for part, own in zip(inner.split(args[1]), b, strict=True)]))
 
     handles: list[RemovableHandle] = []
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moved_models import divergence_of, logits_of, moved, scaled
 from tiny_lm import VOCABULARY, tiny_lm
 from torch import nn
 from torch.func import functional_call, jvp
@@ -51,26 +51,6 @@ def whole(model: Any, seed: int = 2) -> Proposal:
     return Proposal({}, dense)
 
 
-def scaled(proposal: Proposal, by: float) -> Proposal:
-    return Proposal(
-        {name: [LowRank(pair.a, by * pair.b) for pair in pairs] for name, pairs in proposal.tangents.items()},
-        {name: by * change for name, change in proposal.dense.items()},
-    )
-
-
-def moved(model: Any, proposal: Proposal) -> Any:
-    """Another model, after the step."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, pairs in proposal.tangents.items():
-            weight = other.get_submodule(name).weight
-            for pair in pairs:
-                weight += (pair.b.double() @ pair.a.double()).to(weight)
-        for name, change in proposal.dense.items():
-            other.get_parameter(name).add_(change)
-    return other
-
-
 def sequences() -> tuple[list[np.ndarray], list[np.ndarray]]:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in (12, 9, 20)]
@@ -85,20 +65,9 @@ def predict(model: Any, proposal: Proposal, method: Method = "jvp", temperature:
     return Predictor(method)(probe_of(model, proposal, temperature), proposal)
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    """Before the places that are looked at, by the plain model and one sequence at a time: [n, vocabulary]."""
-    with torch.no_grad():
-        return torch.cat(
-            [
-                model(input_ids=torch.from_numpy(each.astype(np.int64))[None]).logits[0, places - 1]
-                for each, places in zip(*sequences(), strict=True)
-            ]
-        ).double()
-
-
 def true_divergence(model: Any, proposal: Proposal, temperature: float = TEMPERATURE) -> float:
-    p, q = (torch.log_softmax(logits_of(each) / temperature, -1) for each in (model, moved(model, proposal)))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    before, after = (logits_of(each, *sequences()) for each in (model, moved(model, proposal)))
+    return divergence_of(before, after, temperature)
 
 
 def exact_lm(kind: str) -> Any:
@@ -231,7 +200,7 @@ def test_where_an_operator_has_no_forward_mode_two_passes_predict_and_it_is_said
 @pytest.mark.parametrize("method", ["jvp", "difference"])
 def test_a_derivative_that_is_lost_is_an_error(method: Method) -> None:
     model = tiny_lm("qwen3", torch.float64)
-    frozen = logits_of(model)  # whatever is computed
+    frozen = logits_of(model, *sequences())  # whatever is computed
 
     def lose(module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(out).copy_(torch.ones(out.shape[-1], dtype=out.dtype))
@@ -304,12 +273,12 @@ def _both(weight: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @pytest.mark.parametrize("make", [low_rank, whole])
 def test_the_model_is_afterwards_what_it_was(method: Method, make: Any) -> None:
     model = tiny_lm("gemma2", torch.float64)
-    before = logits_of(model)
+    before = logits_of(model, *sequences())
     parameters = dict(model.named_parameters())
     values = {name: each.clone() for name, each in parameters.items()}
     attention = model.config._attn_implementation
     predict(model, scaled(make(model), 1e-2), method)
-    assert torch.equal(logits_of(model), before)
+    assert torch.equal(logits_of(model, *sequences()), before)
     assert all(parameters[name] is each for name, each in model.named_parameters())
     assert all(torch.equal(each, values[name]) for name, each in model.named_parameters())
     assert model.config._attn_implementation == attention

@@ -1,0 +1,64 @@
+"""Models after a step, made the plain way: weights are copied and changed, and whole distributions compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.learnable import LowRank, Proposal
+
+
+def scaled(proposal: Proposal, by: float) -> Proposal:
+    return Proposal(
+        {name: [LowRank(pair.a, by * pair.b) for pair in pairs] for name, pairs in proposal.tangents.items()},
+        {name: by * change for name, change in proposal.dense.items()},
+    )
+
+
+def moved(model: Any, proposal: Proposal) -> Any:
+    """Another model, after the step."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, pairs in proposal.tangents.items():
+            weight = weight_of(other, name)
+            for pair in pairs:
+                weight += (pair.b.double() @ pair.a.double()).to(weight)
+        for name, change in proposal.dense.items():
+            other.get_parameter(name).add_(change)
+    return other
+
+
+def weight_of(model: Any, name: str) -> torch.Tensor:
+    """[out, in] of a linear layer, [experts, out, in] of a projection of fused experts."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if not hasattr(owner, "gate_up_proj") or last not in ("gate_proj", "up_proj", "down_proj"):
+        layer = model.get_submodule(name)
+        weight: torch.Tensor = getattr(layer, "base_layer", layer).weight.data
+        return weight
+    if last == "down_proj":
+        return owner.down_proj.data
+    return owner.gate_up_proj.data.chunk(2, dim=1)[last == "up_proj"]
+
+
+def logits_of(
+    model: Any, tokens: Sequence[npt.NDArray[np.int32]], places: Sequence[npt.NDArray[np.intp]]
+) -> torch.Tensor:
+    """Before the places that are looked at, by the plain model and one sequence at a time: float64 [n, vocabulary]."""
+    with torch.no_grad():
+        rows = [
+            model(input_ids=torch.from_numpy(each.astype(np.int64))[None]).logits[0, where - 1]
+            for each, where in zip(tokens, places, strict=True)
+        ]
+    return torch.cat(rows).double()
+
+
+def divergence_of(before: torch.Tensor, after: torch.Tensor, temperature: float) -> float:
+    """Mean KL of two policies' logits."""
+    p, q = (torch.log_softmax(logits / temperature, -1) for logits in (before, after))
+    return float((p.exp() * (p - q)).sum(-1).mean())
