@@ -4,6 +4,7 @@ predict. The records are written by the project's own writer, with the keys of t
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ def step_record(step: int, **changes: Any) -> Record:
         f"age_k3/{age}": 0.01 * age, f"age_kept/{age}": 0.9,
     }  # fmt: skip
     return {**record, **changes}
+
+
+def control_record(step: int) -> Record:
+    """A step of a run with step control: its budget falls, and what it does strays from what was predicted."""
+    budget = 2e-4 / (1 + step / 5)
+    realised = budget * (1 + 0.3 * math.sin(step))
+    scale = 0.5 + step / 40
+    return step_record(step) | {
+        "predicted_kl": budget / scale**2, "applied_kl": budget, "realised_kl": realised, "step_scale": scale,
+        "kl_budget": budget, "mismatch": 1e-6 if step else 0.0,
+    }  # fmt: skip
 
 
 def eval_record(version: int) -> Record:

@@ -35,15 +35,19 @@ def moved(model: Any, proposal: Proposal) -> Any:
 
 def weight_of(model: Any, name: str) -> torch.Tensor:
     """[out, in] of a linear layer, [experts, out, in] of a projection of fused experts."""
-    path, _, last = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if not hasattr(owner, "gate_up_proj") or last not in ("gate_proj", "up_proj", "down_proj"):
-        layer = model.get_submodule(name)
-        weight: torch.Tensor = getattr(layer, "base_layer", layer).weight.data
-        return weight
-    if last == "down_proj":
-        return owner.down_proj.data
-    return owner.gate_up_proj.data.chunk(2, dim=1)[last == "up_proj"]
+    layer = model.get_submodule(name)
+    weight: torch.Tensor = getattr(layer, "base_layer", layer).weight.data
+    return weight
+
+
+def in_float64(model: Any) -> Any:
+    """The model itself, and what its fused experts' projections look at."""
+    model.to(torch.float64)
+    for module in model.modules():
+        for name, projection in getattr(module, "projections", {}).items():
+            fused = module.gate_up_proj.data.chunk(2, dim=1)
+            projection.weight = module.down_proj.data if name == "down_proj" else fused[name == "up_proj"]
+    return model
 
 
 def logits_of(

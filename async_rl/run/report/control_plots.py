@@ -25,6 +25,7 @@ from async_rl.run.report.plot import (
 from async_rl.run.report.run_data import RunData
 
 DECADES = {"dtick": 1, "exponentformat": "power", "showexponent": "all"}  # of a logarithmic axis: no ticks between
+WITHIN = {"dtick": "D2", "tickformat": ".0e"}  # of one of few decades: 1, 2 and 5 of each
 AGES = [[0, "#9fc5e8"], [1, "#123a63"]]  # of steps, from early to late
 
 
@@ -40,8 +41,10 @@ def _calibration(steps: list[Record]) -> Plot:
     shown = [step for step in seen if step["applied_kl"] > 0 and step["realised_kl"] > 0]
     applied, realised = (rounded([step[key] for step in shown]) for key in ("applied_kl", "realised_kl"))
     data: list[Trace] = []
+    ticks = DECADES
     if shown:
         ends = _ends([*applied, *realised])
+        ticks = WITHIN if ends[1] < 30 * ends[0] else DECADES
         versions = [int(step["version"]) for step in shown]
         marker = {"size": 7, "opacity": 0.8, "color": versions, "colorscale": AGES, "line": {"width": 0}}
         data = [
@@ -56,8 +59,8 @@ def _calibration(steps: list[Record]) -> Plot:
         "above the line mean steps too long for it to hold."
     )
     shape = layout(
-        xaxis=axis("predicted", type="log", **DECADES),
-        yaxis=axis("realised", type="log", **DECADES),
+        xaxis=axis("predicted", type="log", **ticks),
+        yaxis=axis("realised", type="log", **ticks),
         hovermode="closest",
     )
     return Plot("calibration", "Was the divergence predicted?", words, data, shape, 420)

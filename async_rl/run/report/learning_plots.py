@@ -129,6 +129,12 @@ def optimiser_plot(run: RunData) -> Plot:
     return Plot("optimiser", "Optimiser", words, data, layout(**panels), 400)
 
 
+def _rate_of(step: Record) -> float | None:
+    """How far the optimiser was to go: of a sketch, as a part of the weights' norm."""
+    rate: float | None = step.get("learning_rate", step.get("update_ratio"))
+    return rate
+
+
 def staleness_plot(run: RunData) -> Plot:
     """Above, the oldest and the mean token against the bound; below, all of them by age."""
     chunks = chunks_of(run.steps)

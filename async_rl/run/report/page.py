@@ -16,6 +16,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import duration
 from async_rl.run.report import learning_plots, pool_plots
+from async_rl.run.report.control_plots import control_plots
 from async_rl.run.report.headline import tiles, what_limited
 from async_rl.run.report.page_parts import SCRIPT, STYLE
 from async_rl.run.report.plot import Plot
@@ -54,6 +55,7 @@ def render(run: RunData, plotly_js: str, decoder: Decoder, now: datetime) -> str
     learned = [learning_plots.reward_plot(run), learning_plots.length_plot(run), learning_plots.optimiser_plot(run)]
     aged = [learning_plots.staleness_plot(run), learning_plots.age_split_plot(run)]
     corrected = [learning_plots.ratio_plot(run), learning_plots.age_health_plot(run)]
+    controlled = control_plots(run)
     pools = [pool_plots.idle_plot(line), pool_plots.rate_plot(line), pool_plots.work_plot(line)]
     spent = [pool_plots.step_plot(run), pool_plots.journey_plot(run), pool_plots.push_plot(run, line)]
     account = [pool_plots.buffer_plot(run, line)]
@@ -61,6 +63,7 @@ def render(run: RunData, plotly_js: str, decoder: Decoder, now: datetime) -> str
 {_section("Did it learn?", learned)}
 {_section("How old was the data?", aged)}
 {_section("Was the correction healthy?", corrected)}
+{_section("How far did a step go?", controlled) if controlled else ""}
 {_section("Who waited for whom?", pools)}
 {_section("Where did the time go?", spent)}
 {_section("Where did every attempt go?", account, beside=ledger_html(run))}
@@ -71,7 +74,9 @@ log-probability.</p>
 {trajectories_html(run, decoder)}</section>
 <section><h2>Configuration</h2>
 {config_html(run)}</section>"""
-    drawn = [plot for plots in (learned, aged, corrected, pools, spent, account) for plot in plots if plot.data]
+    drawn = [
+        plot for plots in (learned, aged, corrected, controlled, pools, spent, account) for plot in plots if plot.data
+    ]
     return _document(run, body, drawn, plotly_js, now)
 
 

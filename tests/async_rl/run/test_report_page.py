@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 from browser import Browser, find_chromium
-from made_runs import eval_record, finish_run, make_directory, make_run, pools_record, sample_record, step_record
+from made_runs import (
+    control_record,
+    eval_record,
+    finish_run,
+    make_directory,
+    make_run,
+    pools_record,
+    sample_record,
+    step_record,
+)
 from tokenizers import Tokenizer, models
 
 from async_rl.errors import AsyncRLError
@@ -118,6 +127,16 @@ def test_a_run_of_before_the_buffers_view_was_recorded_is_drawn(browser: Browser
     record(directory, *({key: step_record(step)[key] for key in keys} for step in range(5)))
     assert 0 < looked_at(browser, directory) < PLOTS
     assert "stopped before its end" in browser.evaluate("document.querySelector('h1').innerText")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_controlled_steps_are_drawn_and_fit(browser: Browser, tmp_path: Path, width: int) -> None:
+    directory = make_directory(tmp_path / "run")
+    record(directory, *(control_record(step) for step in range(20)))
+    assert looked_at(browser, directory, width) > 2
+    for key in ("calibration", "step_scale"):
+        assert browser.evaluate(f"document.querySelectorAll('#{key} svg .trace path').length") > 1
+    assert browser.evaluate("document.querySelectorAll('#calibration .points path').length") == 20
 
 
 def test_a_token_that_is_pointed_at_tells_its_version(browser: Browser, directory: RunDirectory) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
-from made_runs import BOUND, make_directory, make_run, pools_record, step_record
+from made_runs import BOUND, control_record, make_directory, make_run, pools_record, step_record
 
 from async_rl.run.report import learning_plots, pool_plots
+from async_rl.run.report.control_plots import control_plots
 from async_rl.run.report.plot import Plot, age_colour, chunks_of
 from async_rl.run.report.run_data import RunData, read_run
 from async_rl.run.report.timeline import timeline
@@ -152,3 +153,42 @@ def test_the_adaptive_bound_is_drawn_where_there_is_one(tmp_path: Path, run: Run
     ]
     drawn = trace(plot(replace(run, pools=pools), "staleness"), "adaptive bound")
     assert (drawn["x"][0], drawn["y"][0], drawn["y"][-1]) == (0, 4, 2)
+
+
+def controlled(run: RunData, steps: int = 20) -> RunData:
+    return replace(run, steps=[control_record(step) for step in range(steps)])
+
+
+def test_a_run_without_step_control_has_no_plots_of_it(run: RunData) -> None:
+    assert control_plots(run) == []
+
+
+def test_steps_that_were_controlled_are_drawn_against_what_was_predicted(run: RunData) -> None:
+    calibration, lengths = control_plots(controlled(run))
+    points = trace(calibration, "a step")
+    assert (len(points["x"]), len(points["y"])) == (20, 20)
+    line = trace(calibration, "realised as predicted")
+    assert line["x"] == line["y"] == [min(*points["x"], *points["y"]), max(*points["x"], *points["y"])]
+    assert trace(lengths, "length")["y"][0] == pytest.approx(0.5)
+    assert trace(lengths, "budget")["y"] == sorted(trace(lengths, "budget")["y"], reverse=True)
+    for found in (calibration, lengths):
+        go.Figure(data=found.data, layout=found.layout)
+        json.dumps(found.data, allow_nan=False)
+
+
+def test_steps_that_moved_nothing_have_no_place_on_a_logarithmic_axis(run: RunData) -> None:
+    still = control_record(3) | {"predicted_kl": 0.0, "applied_kl": 0.0, "realised_kl": 0.0}
+    calibration, lengths = control_plots(replace(run, steps=[still]))
+    assert calibration.data == []
+    assert trace(lengths, "realised")["y"] == [None]
+
+
+def test_a_long_controlled_run_is_thinned(run: RunData) -> None:
+    drawn = control_plots(controlled(run, 5000))
+    assert max(len(trace["x"]) for found in drawn for trace in found.data) <= 400
+
+
+def test_how_far_a_sketch_goes_is_called_what_it_is(run: RunData) -> None:
+    steps = [{key: value for key, value in step.items() if key != "learning_rate"} for step in run.steps]
+    sketched = replace(run, steps=[step | {"update_ratio": 6e-5} for step in steps])
+    assert trace(plot(sketched, "optimiser"), "update ratio")["y"][0] == 6e-5

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from moved_models import divergence_of, logits_of, moved
+from moved_models import divergence_of, in_float64, logits_of, moved
 from tiny_lm import VOCABULARY, tiny_lm
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
@@ -103,7 +102,7 @@ def test_what_a_sketch_proposes_is_predicted_experts_included(
 ) -> None:
     """The sketch is of float32 weights; its proposal is judged on the same model in float64."""
     backend, proposal = proposed(tmp_path, "sketch", name, "float32", by)
-    model = backend.model.to(torch.float64)
+    model = in_float64(backend.model)
     exact = Proposal(
         {
             name: [LowRank(pair.a.double(), pair.b.double()) for pair in pairs]
