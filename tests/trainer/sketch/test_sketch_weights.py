@@ -352,3 +352,46 @@ def test_a_trained_model_loads_in_transformers(tmp_path: Path) -> None:
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     for name, parameter in weights.parameters.items():
         assert torch.equal(loaded[name], parameter)
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+LEARNING = TrainerConfig(kind="sketch", rank=8, publish="snapshots", train_embeddings=True, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_can_learn_beside_the_sketches(tmp_path: Path, tied: bool) -> None:
+    def made() -> SketchWeights:
+        return SketchWeights(dense_model(tie_word_embeddings=tied), LEARNING, 5, "")
+
+    weights = made()
+    before = copied(weights)
+    for number in range(5):
+        step(weights, number)
+        if number == 1:
+            weights.save(tmp_path)
+    assert weights.steps == 5
+    learns = {name for name in before if not torch.equal(before[name], weights.parameters[name])}
+    ends = {"model.embed_tokens.weight"} | (set() if tied else {"lm_head.weight"})
+    assert learns == ends | {f"{name}.weight" for name in weights.blocks}
+    again = made()
+    again.load(tmp_path)
+    for number in range(2, 5):
+        step(again, number)
+    assert_same(again, weights.parameters)
+    restore = again.snapshot()
+    step(again, 5)
+    restore()
+    assert_same(again, weights.parameters)
+    step(again, 5)
+    step(weights, 5)
+    assert_same(again, weights.parameters)
+
+
+def test_the_embeddings_learning_rate_follows_the_schedule_of_the_ratio() -> None:
+    for rate, wanted in ((6e-5, 1e-3), (3e-5, 5e-4)):
+        weights = SketchWeights(dense_model(), LEARNING, 5, "")
+        some_loss(weights.model, some_tokens()).backward()
+        proposal = weights.propose(weights.norm(), rate)
+        # AdamW's first step moves each number by the learning rate.
+        assert float(proposal.dense["lm_head.weight"].abs().median()) == pytest.approx(wanted, rel=1e-3)
