@@ -24,8 +24,9 @@ from async_rl.run.report.plot import (
 )
 from async_rl.run.report.run_data import RunData
 
-DECADES = {"dtick": 1, "exponentformat": "power", "showexponent": "all"}  # of a logarithmic axis: no ticks between
-WITHIN = {"dtick": "D2", "tickformat": ".0e"}  # of one of few decades: 1, 2 and 5 of each
+# Of a logarithmic axis: no ticks between; and of one of few decades: 1, 2 and 5 of each.
+DECADES: dict[str, object] = {"dtick": 1, "exponentformat": "power", "showexponent": "all"}
+WITHIN: dict[str, object] = {"dtick": "D2", "tickformat": ".0e"}
 AGES = [[0, "#9fc5e8"], [1, "#123a63"]]  # of steps, from early to late
 
 
