@@ -16,13 +16,15 @@ from trainer import optimizer_state
 from trainer.adamw import AdamW
 from trainer.canary import Canary, Scores, make_canary
 from trainer.learnable import LowRank, Proposal
-from trainer.lora import adapter_config, attach_lora, resolve_targets, write_peft_folder
+from trainer.lora import adapter_config, attach_lora, write_peft_folder
+from trainer.targets import resolve_targets
 
 log = logging.getLogger("trainer")
 
 
 class LoraWeights(AdamW):
-    """`trainer.learnable.Learnable`. The adapter is float32, or what is wider if the base is. Raises LoraError."""
+    """`trainer.learnable.Learnable`. The adapter is float32, or what is wider if the base is. Raises
+    TargetError and LoraError."""
 
     has_base = True
 

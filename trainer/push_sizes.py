@@ -7,7 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from async_rl.config import TrainerConfig
-from trainer.lora import LoraError, fused_experts, resolve_targets
+from trainer.targets import TargetError, fused_experts, resolve_targets
 
 ADAPTER_BYTES = 4  # an adapter is float32
 
@@ -26,7 +26,7 @@ def push_sizes(model: PreTrainedModel, trainer: TrainerConfig) -> PushSizes:
     full = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     try:
         adapter = resolve_targets(model, trainer.targets).parameters(trainer.rank)
-    except LoraError:
+    except TargetError:
         adapter = 0
     if trainer.kind != "lora" and not trainer.targets:
         experts = fused_experts(model).values()

@@ -15,7 +15,8 @@ from torch import nn
 from async_rl.config import AlgorithmConfig, ConfigError, TrainerConfig
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.logprobs import Scorer
-from trainer.lora import attach_lora, resolve_targets
+from trainer.lora import attach_lora
+from trainer.targets import resolve_targets
 from trainer.torch_backend import TorchBackend
 
 

@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from async_rl.config import TrainerConfig
-from trainer.lora import LoraError, attach_lora, resolve_targets
+from trainer.lora import LoraError, attach_lora
+from trainer.targets import TargetError, resolve_targets
 
 LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
@@ -93,10 +94,10 @@ def test_the_table_counts_what_is_really_trained() -> None:
 
 
 def test_a_name_that_matches_nothing_is_an_error_that_lists_the_names_there_are() -> None:
-    with pytest.raises(LoraError, match=r"'query' matches no module.*down_proj, gate_proj") as error:
+    with pytest.raises(TargetError, match=r"'query' matches no module.*down_proj, gate_proj") as error:
         resolve_targets(dense(), ("q_proj", "query"))
     assert "q_proj" in str(error.value)
-    with pytest.raises(LoraError, match=r"'embed_tokens' is a Embedding, not an nn.Linear"):
+    with pytest.raises(TargetError, match=r"'embed_tokens' is a Embedding, not an nn.Linear"):
         resolve_targets(dense(), ("embed_tokens",))
 
 
@@ -105,14 +106,14 @@ def test_fused_experts_are_announced_and_refused_by_name() -> None:
     assert targets.patterns == ("k_proj", "o_proj", "q_proj", "v_proj")
     assert "4 fused expert parameters" in targets.notices[0]
     assert "notice: 4 fused expert" in targets.table(4)
-    with pytest.raises(LoraError, match="only fused expert parameters"):
+    with pytest.raises(TargetError, match="only fused expert parameters"):
         resolve_targets(mixture(), ("gate_up_proj",))
     attach_lora(mixture(), targets, TrainerConfig(rank=2), seed=0)
 
 
 def test_a_model_of_conv1d_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=11, n_positions=16))
-    with pytest.raises(LoraError, match=r"no nn.Linear to adapt.*Conv1D"):
+    with pytest.raises(TargetError, match=r"no nn.Linear to adapt.*Conv1D"):
         resolve_targets(model)
 
 

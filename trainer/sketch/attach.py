@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from async_rl.config import TrainerConfig
-from trainer.lora import resolve_targets
 from trainer.sketch.blocks import Accumulator, Block
-from trainer.sketch.experts import attach_experts, expert_blocks, fused_experts
+from trainer.sketch.experts import DOWN, GATE_UP, attach_experts, expert_blocks, expert_modules
 from trainer.sketch.linear import attach_linear
 from trainer.sketch.projections import Projections
 from trainer.sketch.sketches import Sketches
+from trainer.targets import matches, resolve_targets
 
 
 class Attached(NamedTuple):
@@ -33,9 +33,9 @@ def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) ->
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     experts = {
-        path: expert_blocks(path, module, trainer.ranks, trainer.rank) for path, module in fused_experts(model).items()
+        path: expert_blocks(path, module, trainer.ranks, trainer.rank) for path, module in expert_modules(model).items()
     }
-    named = [block for three in experts.values() for block in three if _named(block.name, trainer.targets)]
+    named = [block for three in experts.values() for block in three if _chosen(block, trainer.targets)]
     linear = linear_blocks(model, trainer, named)
     blocks = {block.name: block for block in sorted([*linear, *named], key=lambda block: block.name)}
     device = next(iter(blocks.values())).weight.device
@@ -59,7 +59,7 @@ def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Bl
     names = [
         name
         for name in trainer.targets
-        if any(_matches(path, name) for path in linear) or not any(_matches(block.name, name) for block in experts)
+        if any(matches(path, name) for path in linear) or not any(_means(block, name) for block in experts)
     ]
     if trainer.targets and not names:
         return []
@@ -86,9 +86,11 @@ def table(blocks: Mapping[str, Block]) -> str:
     return "\n".join([*lines, f"{'total':<12}        {matrices.total():>8}  {weights.total():>11,}"])
 
 
-def _matches(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
+def _chosen(block: Block, names: Sequence[str]) -> bool:
+    return not names or any(_means(block, name) for name in names)
 
 
-def _named(path: str, names: Sequence[str]) -> bool:
-    return not names or any(_matches(path, name) for name in names)
+def _means(block: Block, name: str) -> bool:
+    """Whether the name of a target means this projection of experts: its own, or that of the parameter it is in."""
+    path, _, last = block.name.rpartition(".")
+    return matches(block.name, name) or (last != DOWN and matches(f"{path}.{GATE_UP}", name))

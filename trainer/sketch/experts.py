@@ -23,7 +23,7 @@ GATE_UP = "gate_up_proj"
 PROJECTIONS = "projections"  # below an experts module
 
 
-def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold an expert weight as one 3-D parameter, by path."""
     return {
         path: module

@@ -18,6 +18,7 @@ from trainer.activation_checkpointing import checkpoint_layers
 from trainer.logprobs import Scorer
 from trainer.sketch.attach import Attached, attach_sketches
 from trainer.sketch.linear import _SketchedLinear
+from trainer.targets import TargetError
 
 TRAINER = TrainerConfig(kind="sketch", rank=8, ranks={"q_proj": 5, "up_proj": 3})
 MODELS: dict[str, Callable[[], Any]] = {"dense": dense_model, "experts": expert_model}
@@ -115,6 +116,10 @@ def test_only_named_layers_and_experts_are_sketched() -> None:
     assert list(attached.blocks) == [
         "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.up_proj", "model.layers.1.self_attn.q_proj",
     ]  # fmt: skip
+    fused = attach_sketches(expert_model(), TrainerConfig(kind="sketch", targets=("gate_up_proj",)), base_seed=3)
+    assert list(fused.blocks) == [f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate", "up")]
+    with pytest.raises(TargetError, match="'query' matches no module"):
+        attach_sketches(expert_model(), TrainerConfig(kind="sketch", targets=("query",)), base_seed=3)
     both = attach_sketches(expert_model(), TrainerConfig(kind="sketch", targets=("gate_proj",)), base_seed=3)
     assert list(both.blocks) == ["model.layers.0.mlp.gate_proj", "model.layers.1.mlp.experts.gate_proj"]
     gradients = dense_gradients(expert_model(), some_tokens())

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learnable import LowRank, Proposal
 from trainer.logprobs import Scorer
-from trainer.lora import resolve_targets
 from trainer.step_control.predicted import Method, Prediction, Predictor
 from trainer.step_control.probe import Probe
+from trainer.targets import resolve_targets
 
 TEMPERATURE = 0.7
 SMALL = 3e-6  # of a direction that changes logits by about 5 nats: the third order is then as small against the second
