@@ -2,9 +2,9 @@
 
 Evaluations hold no ticket, take no capacity (only their rewards are kept) and do not count against what a node asked
 for. They go out before training leases, at most `eval_share` of a node's slots at a time, first to nodes that serve
-exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it. Where
-nodes have one copy of the weights they cannot: such a node stays at its policy while it holds leases pinned to that,
-and when all have passed a policy, what is left of its evaluation is given up at once.
+exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it. A node
+with one copy of the weights comes to the policy and stays there while it holds leases pinned to it, but a later one it
+cannot leave: when all have passed the policy, what is left of its evaluation is given up at once.
 One runs at a time, the rest wait their turn; the time-out of each starts with it.
 """
 
@@ -66,6 +66,7 @@ class Evaluations:
         # Ready nodes with room for one more, longest waiting first; filled only while something runs.
         self._serving: OrderedDict[str, Node] = OrderedDict()
         self._others: OrderedDict[str, Node] = OrderedDict()
+        self._beyond: OrderedDict[str, Node] = OrderedDict()  # those that cannot come to the policy any more
 
     @property
     def idle(self) -> bool:
@@ -93,15 +94,17 @@ class Evaluations:
         self.withdraw(node)
         current = self.current
         if current and node.state == "ready" and node.eval_open < eval_room(node.slots, self._share):
-            (self._serving if node.policy == current.policy else self._others)[node.name] = node
+            beyond = self._one_copy and node.version > current.policy.version
+            others = self._beyond if beyond else self._others
+            (self._serving if node.policy == current.policy else others)[node.name] = node
 
     def withdraw(self, node: Node) -> None:
-        self._serving.pop(node.name, None)
-        self._others.pop(node.name, None)
+        for nodes in (self._serving, self._others, self._beyond):
+            nodes.pop(node.name, None)
 
     def next_grant(self) -> tuple[Node, int, int] | None:
         """(node, instance, try) of the next evaluation lease, taken off the list."""
-        nodes = self._serving or ({} if self._one_copy else self._others)
+        nodes = self._serving or self._others
         if self.current is None or not self.current.pending or not nodes:
             return None
         instance = self.current.pending.popleft()
@@ -141,30 +144,25 @@ class Evaluations:
         current = self.current
         if current is None:
             return False
-        return current.closed >= current.n or now >= current.deadline or self._passed_by(current)
-
-    def _passed_by(self, current: Running) -> bool:
-        """Whether no node can serve the policy any more: each has one copy of the weights, of a later one. O(nodes),
-        while one has still to come to it."""
-        if not self._one_copy or current.leases or self._serving:
-            return False
-        return bool(self._others) and all(node.version > current.policy.version for node in self._others.values())
+        passed_by = self._beyond and not self._serving and not self._others and not current.leases
+        return current.closed >= current.n or now >= current.deadline or bool(passed_by)
 
     def finish(self, now: float) -> EvalFinished:
         """Report; the caller has closed the leases that were open."""
         assert self.current is not None
         result = self.current.result(now)
-        self.current = None
-        self._serving.clear()
-        self._others.clear()
+        self._forget()
         return result
 
     def close(self) -> None:
         """The run is over: nothing is reported, for nobody waits for it."""
-        self.current = None
         self._queue.clear()
-        self._serving.clear()
-        self._others.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.current = None
+        for nodes in (self._serving, self._others, self._beyond):
+            nodes.clear()
 
     def _close(self, lease: EvalLease, end: str) -> None:
         assert self.current is not None

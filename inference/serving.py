@@ -3,9 +3,10 @@
 At most `max_resident` policies are resident, the one being loaded included. When all are in use the newest waits;
 after `flip_timeout` the requests of the oldest unpinned one are recomputed under the serving policy, which frees it.
 
-Where a policy changes the weights in place, a flip ends the one that served. So the newest waits while leases are
-pinned to that one, until the last of them is closed (the buffer cancels them at `eval_timeout`), and PARTING_S longer
-for more of them. A policy that the engine has passed is gone, and what is pinned to it cannot start.
+Where a policy changes the weights in place, a flip ends the one that served. So versions come in their order, none
+before one that a pinned request waits for, and each stays while leases are pinned to it: until the last of them is
+closed (the buffer cancels them at `eval_timeout`), and PARTING_S longer for more of them. A policy that the engine has
+passed is gone, and what is pinned to it cannot start.
 """
 
 from __future__ import annotations
@@ -76,10 +77,13 @@ class Serving:
 
     def fetched(self, policy: PolicyFetched, now: float) -> None:
         """A newer policy to serve replaces an older one that still waits for its slot, and inherits its patience: a
-        trainer that is faster than flip_timeout would otherwise put off the flip for ever."""
+        trainer that is faster than flip_timeout would otherwise put off the flip for ever. In place, an older one that
+        requests wait for has its turn first."""
         waiting_since = now
         if policy.order:
             for entry in [entry for entry in self._incoming if entry.fetched.order]:
+                if self._in_place and self._waiting.get(entry.fetched.policy):
+                    continue
                 waiting_since = min(waiting_since, entry.waiting_since)
                 self._drop(entry)
         self._incoming.append(Incoming(policy, now, waiting_since))
@@ -97,10 +101,11 @@ class Serving:
         if policy is None or policy in self._engine.resident:
             self._engine.submit(request)
             return
-        if self._in_place and all(entry.fetched.policy != policy for entry in self._incoming):
-            serving = self._engine.serving
-            instead = serving.short() if serving else "none"
-            raise EngineError(f"policy {policy.short()} is not here, {instead} serves: of weights there is one copy")
+        serving = self._engine.serving
+        if self._in_place and serving is not None and policy.version <= serving.version:
+            raise EngineError(
+                f"policy {policy.short()} is gone, {serving.short()} serves: there is one copy of the weights"
+            )
         if policy not in self._waiting:
             self._waiting[policy] = []
             if all(entry.fetched.policy != policy for entry in self._incoming):
@@ -133,10 +138,10 @@ class Serving:
             requests[:] = [request for request in requests if request.key != key]
 
     def advance(self, now: float) -> Flipped | None:
-        """Install what has come as far as slots allow, and flip to the newest."""
+        """Install what has come as far as slots allow, and flip to the newest; in place, to one at a time."""
+        if self._in_place:
+            return self._advance_in_place(now)
         flipped = None
-        if self._in_place and self._must_stay(now):
-            return None
         for entry in list(self._incoming):
             fetched = entry.fetched
             if not self._make_room(fetched, now - entry.waiting_since):
@@ -151,11 +156,7 @@ class Serving:
             if installed is None:
                 continue
             if fetched.order > self._served_order:
-                reached("node.before-flip")
-                self._engine.flip(fetched.policy, self._in_flight)
-                reached("node.after-flip")
-                self._served_order = fetched.order
-                flipped = Flipped(installed, fetched.fetch_ms + (now - entry.arrived) * 1e3)
+                flipped = self._flip(entry, installed, now)
             else:
                 self._held(installed)
                 if fetched.policy.name == CANARY:
@@ -163,15 +164,54 @@ class Serving:
             self._start_waiting(fetched.policy)
         return flipped
 
+    def _flip(self, entry: Incoming, installed: Installed, now: float) -> Flipped:
+        fetched = entry.fetched
+        reached("node.before-flip")
+        self._engine.flip(fetched.policy, self._in_flight)
+        reached("node.after-flip")
+        self._served_order = max(self._served_order, fetched.order)
+        return Flipped(installed, fetched.fetch_ms + (now - entry.arrived) * 1e3)
+
     @property
     def _in_place(self) -> bool:
         return self._engine.capabilities.in_place
+
+    def _advance_in_place(self, now: float) -> Flipped | None:
+        for entry in sorted(self._incoming, key=lambda entry: entry.fetched.policy.version):
+            fetched = entry.fetched
+            if self._must_stay(now) or self._is_before_its_turn(fetched.policy):
+                return None
+            self._incoming.remove(entry)
+            if not self._is_to_come(fetched):
+                fetched.discard()
+                self._give_up(fetched.policy, "a newer one serves")
+                continue
+            installed = self._install(fetched)
+            if installed is not None:
+                flipped = self._flip(entry, installed, now)
+                self._start_waiting(fetched.policy)
+                return flipped
+        return None
 
     def _must_stay(self, now: float) -> bool:
         """Whether leases are pinned to what serves, or were until a moment ago."""
         if self._engine.serving in self._pinned():
             self._stays_until = now + PARTING_S
         return now < self._stays_until
+
+    def _is_before_its_turn(self, policy: PolicyId) -> bool:
+        """Whether requests wait for an earlier policy that is still on its way."""
+        here = {entry.fetched.policy for entry in self._incoming}
+        return any(
+            requests and other.version < policy.version and other not in here
+            for other, requests in self._waiting.items()
+        )
+
+    def _is_to_come(self, fetched: PolicyFetched) -> bool:
+        """Whether it was announced after what serves, or requests wait for it and it is not passed yet."""
+        serving = self._engine.serving
+        later = serving is None or fetched.policy.version > serving.version
+        return fetched.order > self._served_order or (later and bool(self._waiting.get(fetched.policy)))
 
     def _start_waiting(self, policy: PolicyId) -> None:
         for request in self._waiting.pop(policy, []):
@@ -238,7 +278,5 @@ class Serving:
     def _drop(self, entry: Incoming) -> None:
         self._incoming.remove(entry)
         entry.fetched.discard()
-        if entry.fetched.policy in self._waiting and self._in_place:
-            self._give_up(entry.fetched.policy, "a newer policy came before its turn")
-        elif entry.fetched.policy in self._waiting:
+        if entry.fetched.policy in self._waiting:
             self._ask(entry.fetched.policy)

@@ -94,11 +94,13 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
 
 
 def evals_of(records: Iterable[Record]) -> list[Record]:
-    """The evaluations {version, reward, n}, by version; of two at one version the later counts."""
+    """The evaluations {version, reward, n} that have a reward (of one with n = 0 there is none), by version; of two at
+    one version the later counts."""
     found = {}
     for record in records:
         for item in record.get("evals") or ([record["eval"]] if record.get("eval") else []):
-            found[int(item["version"])] = item
+            if item["reward"] is not None:
+                found[int(item["version"])] = item
     return [found[version] for version in sorted(found)]
 
 

@@ -133,14 +133,17 @@ def test_the_end_of_the_run_closes_an_evaluation_that_is_under_way(tools):
     assert play.replay.eval_ledger["dropped.cancelled"] == 1
 
 
-def test_of_nodes_with_one_copy_only_those_that_serve_the_policy_are_asked(tools):
+def test_nodes_with_one_copy_may_come_to_the_policy_but_not_back_to_it(tools):
     play = tools.play(one_copy=True)
-    play.node("old", slots=4)
+    play.node("late", slots=4)
     play.publish()
-    assert evals(tools, request(play, 3)) == []  # its node comes to it yet
-    play.apply(NodeJoined("new", 4))
-    granted = tools.granted(play.apply(NodeAttested("new", play.policies[-1])))
-    assert [node for node, _ in granted] == ["new", "new"]
+    evaluated = play.publish()
+    play.publish()
+    play.node("beyond", slots=4)
+    assert [node for node, _ in tools.granted(request(play, 9, policy=evaluated))] == ["late", "late"]
+    play.apply(NodeJoined("there", 4))
+    granted = tools.granted(play.apply(NodeAttested("there", evaluated)))
+    assert [node for node, _ in granted] == ["there", "there"]
 
 
 def test_what_is_left_of_an_evaluation_is_given_up_once_every_node_has_one_copy_of_a_later_policy(tools):
@@ -150,8 +153,16 @@ def test_what_is_left_of_an_evaluation_is_given_up_once_every_node_has_one_copy_
     (first, second) = evals(tools, request(play, 3))
     play.publish()
     play.attest("a")
-    effects = play.result(first, 0, reward=1.0)  # it had this when it flipped
-    assert tools.of(EvalFinished, effects) == []
+    assert tools.of(EvalFinished, play.result(first, 0, reward=1.0)) == []  # sampled before it flipped; b may go on
     play.attest("b")
     (finished,) = tools.of(EvalFinished, play.result(second, 0, "b", reward=0.0))
     assert (finished.n, finished.mean_reward, finished.cancelled) == (2, 0.5, 1)
+
+
+def test_an_evaluation_of_a_policy_that_every_node_has_passed_is_over_at_once(tools):
+    play = tools.play(one_copy=True)
+    passed = play.publish()
+    play.publish()
+    play.node("a", slots=2)
+    (finished,) = tools.of(EvalFinished, request(play, 3, policy=passed) + play.apply(Ticked()))
+    assert (finished.n, finished.cancelled) == (0, 3)

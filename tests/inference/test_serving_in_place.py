@@ -49,18 +49,18 @@ class House:
         self.fetch()
         assert self.advance() == 0
 
-    def fetch(self) -> Path:
-        """The next version comes, as a way from what serves."""
-        if self.engine.serving is not None:
+    def fetch(self, version: int | None = None) -> Path:
+        """The next version comes, or one that was asked for: as a way from what serves."""
+        if self.engine.serving is not None and version is None:
             self.policies.step()
         first = 0 if self.engine.serving is None else self.engine.serving.version + 1
-        files = self.policies.main[first:]
+        files = self.policies.main[first : None if version is None else version + 1]
         path = self.folder / f"way-{files[-1].policy.version}"
         path.mkdir()
         for number, file in enumerate(files):
             shutil.copy(file.path, path / f"{number:06}.safetensors")
         policy = files[-1].policy
-        self.serving.fetched(PolicyFetched(policy, path, policy.version + 1, 5.0), self.now)
+        self.serving.fetched(PolicyFetched(policy, path, policy.version + 1 if version is None else 0, 5.0), self.now)
         return path
 
     def advance(self, seconds: float = 0.0) -> int | None:
@@ -148,25 +148,70 @@ def test_a_request_pinned_to_what_waits_for_its_flip_starts_then(house: Callable
     assert one.versions(1) == [1]
 
 
-def test_a_request_pinned_to_a_policy_that_is_overtaken_before_its_flip_cannot_start(
-    house: Callable[[], House],
-) -> None:
+def test_a_policy_that_a_request_waits_for_has_its_turn_before_newer_ones(house: Callable[[], House]) -> None:
+    """Evaluation of 2 while 0 serves: 1 is skipped, and 3 waits."""
     one = house()
-    one.pinned = {one.policy(0)}
+    one.policies.step(), one.policies.step()
+    one.serving.submit(one.request(1, pinned=2))
+    one.pinned = {one.policy(2)}
+    assert one.asked == [one.policy(2)]
+    one.fetch()
+    assert one.advance(9.0) is None  # the evaluated one is still on its way
+    one.fetch(2)
+    assert one.advance() == 2
+    assert one.advance() is None
+    one.run()
+    assert one.versions(1) == [2]
+    one.pinned = set()
+    assert one.advance(PARTING_S / 2) is None
+    assert one.advance(PARTING_S) == 3
+    assert one.failed == one.unstarted == []
+
+
+def test_a_policy_that_a_request_waits_for_is_not_replaced_by_a_newer_one(house: Callable[[], House]) -> None:
+    one = house()
     one.fetch()
     one.serving.submit(one.request(1, pinned=1))
     one.fetch()
-    assert one.unstarted == [(1, "a newer policy came before its turn")]
-    assert one.asked == []
+    assert one.advance() == 1
+    one.run()
+    assert one.advance() == 2
+    assert one.versions(1) == [1]
+    assert one.asked == one.failed == one.unstarted == []
 
 
-def test_a_request_pinned_to_a_policy_that_is_not_here_fails_and_says_what_serves(
+def test_what_nobody_waits_for_any_more_is_let_go_of(house: Callable[[], House]) -> None:
+    one = house()
+    one.policies.step()
+    one.serving.submit(one.request(1, pinned=1))
+    one.serving.forget((7, 1))
+    path = one.fetch(1)
+    one.fetch()
+    assert one.advance() == 2
+    assert not path.exists()
+    assert one.failed == one.unstarted == []
+
+
+def test_a_policy_that_does_not_come_holds_up_nothing_and_its_requests_cannot_start(
+    house: Callable[[], House],
+) -> None:
+    one = house()
+    one.policies.step()
+    one.serving.submit(one.request(1, pinned=1))
+    one.fetch()
+    assert one.advance() is None
+    one.serving.fetch_failed(one.policy(1), "it is gone")
+    assert one.advance() == 2
+    assert one.unstarted == [(1, "it is gone")]
+
+
+def test_a_request_pinned_to_a_policy_that_was_passed_fails_and_says_what_serves(
     house: Callable[[], House],
 ) -> None:
     one = house()
     one.fetch()
     assert one.advance() == 1
-    with pytest.raises(EngineError, match=r"0-.* is not here, 1-.* serves"):
+    with pytest.raises(EngineError, match=r"0-.* is gone, 1-.* serves"):
         one.serving.submit(one.request(1, pinned=0))
     assert one.asked == []
 
