@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from async_rl.errors import AsyncRLError
 from async_rl.policy.philox import philox4x32, philox4x32_torch
-from async_rl.policy.projection import projection_key, signs, signs_numpy
+from async_rl.policy.projection import projection_key, signs, signs_numpy, signs_torch
 
 FULL = 0xFFFFFFFF
 # Random123, known-answer tests of philox4x32-10: counter, key, words.
@@ -82,7 +82,8 @@ def test_a_sign_is_the_bit_that_the_design_names() -> None:
 def test_torch_draws_the_signs_that_numpy_draws(rank: int, start: int, count: int, seed: int) -> None:
     key = projection_key(seed, 0, "layer")
     expected = signs_numpy(key, rank, start, start + count)
-    drawn = signs(key, rank, start, start + count)
+    assert np.array_equal(signs(key, rank, start, start + count).numpy(), expected)
+    drawn = signs_torch(key, rank, start, start + count, "cpu")
     assert drawn.dtype == torch.int8
     assert drawn.shape == (rank, count)
     assert np.array_equal(drawn.numpy(), expected)
