@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from async_rl.policy.factors import Factors, apply_, decode
+from async_rl.policy.projection import ProjectionKey
 from async_rl.policy.rounding import RoundingKey, rounding_key
 from trainer.sketch.blocks import Block
 from trainer.sketch.projections import Projections
@@ -36,15 +37,15 @@ def take_step(
             apply_(block.weight, factors[name], key)
             continue
         rounding = rounding_key(projections.base_seed, update, name)
-        signs = projections.signs(name, block.rank, block.columns)
-        one = _apply_measured(block.weight, factors[name], key, rounding, signs)
+        gram = projections.gram(name, block.rank, block.columns)
+        one = _apply_measured(block.weight, factors[name], key, rounding, gram)
         total = Change(total.meant + one.meant, total.stored + one.stored)
     # Stored is meant and noise of mean 0, so their squares add up.
     return math.sqrt(max(total.stored - total.meant, 0.0) / total.meant) if total.meant > 0 else None
 
 
 def _apply_measured(
-    weight: torch.Tensor, factors: Factors, key: tuple[int, int], rounding: RoundingKey, signs: torch.Tensor
+    weight: torch.Tensor, factors: Factors, key: ProjectionKey, rounding: RoundingKey, gram: torch.Tensor
 ) -> Change:
     """`apply_`, the first rows of the first matrix apart from the rest."""
     matrices = weight if weight.dim() == 3 else weight[None]
@@ -59,4 +60,4 @@ def _apply_measured(
         apply_(matrices[0, rows:], Factors(q[0, rows:], s[0, rows:]), key, first_row=rows, rounding=rounding)
     if len(matrices) > 1:
         apply_(matrices[1:], Factors(q[1:], s[1:]), key, first_row=matrices.shape[1], rounding=rounding)
-    return Change(product_energy(decode(some), signs), stored)
+    return Change(float(product_energy(decode(some), gram)), stored)

@@ -1,6 +1,6 @@
 """The projections A of all blocks at one draw: made when first needed, forgotten at the next draw, never stored.
 
-What is kept until then are signs, one byte each: a sixteenth of A and its gradient in float32 would be needed anyway.
+What is kept until then, where no kernel draws signs as it needs them, are the signs, a byte each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ import math
 
 import torch
 
+from async_rl.policy.factors import whole_float32
 from async_rl.policy.projection import ProjectionKey, projection_key, signs
+
+GRAM_COLUMNS = 4096  # drawn at a time
 
 
 class Projections:
@@ -33,12 +36,26 @@ class Projections:
         return projection_key(self.base_seed, self.update, name)
 
     def signs(self, name: str, rank: int, columns: int) -> torch.Tensor:
-        """int8 [rank, columns] of ±1; A is this divided by √rank."""
+        """int8 [rank, columns] of ±1; A is this divided by √rank. Kept until the next draw."""
         found = self._signs.get(name)
         if found is None:
             found = self._signs[name] = signs(self.key(name), rank, 0, columns, self._device).contiguous()
         return found
 
+    def gram(self, name: str, rank: int, columns: int) -> torch.Tensor:
+        """A Aᵀ: float64 [rank, rank]. Inner products of signs are integers, exact in float32 up to 2²⁴ columns."""
+        total = torch.zeros(rank, rank, dtype=torch.float32, device=self._device)
+        with whole_float32():
+            for start in range(0, columns, GRAM_COLUMNS):
+                part = self._some(name, rank, start, min(start + GRAM_COLUMNS, columns)).float()
+                total += part @ part.T
+        return total.double() / rank
+
+    def _some(self, name: str, rank: int, start: int, stop: int) -> torch.Tensor:
+        """Signs of some columns, and not kept if they were not before."""
+        kept = self._signs.get(name)
+        return signs(self.key(name), rank, start, stop, self._device) if kept is None else kept[:, start:stop]
+
     def matrix(self, name: str, rank: int, columns: int) -> torch.Tensor:
         """A itself: float32 [rank, columns]."""
-        return self.signs(name, rank, columns).float() / math.sqrt(rank)
+        return self._some(name, rank, 0, columns).float() / math.sqrt(rank)

@@ -10,26 +10,26 @@ import math
 
 import torch
 
+ROWS = 4096
 NORM_BLOCK = 1 << 16  # numbers summed in float32 before float64 takes over: a relative error of some 1e-6 at most
 
 
-def product_energy(direction: torch.Tensor, signs: torch.Tensor) -> float:
-    """‖D A‖² = ⟨D (A Aᵀ), D⟩ in float64, for D float32 [..., rows, rank] and A = signs / √rank, int8 [rank, columns].
-    Inner products of signs are integers, exact in float32 up to 2²⁴ columns."""
-    rank = signs.shape[0]
-    real = signs.float()
-    gram = (real @ real.T).double() / rank
-    rows = direction.reshape(-1, rank).double()
-    return float((rows @ gram).mul_(rows).sum())
+def product_energy(direction: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """‖D A‖² = ⟨D (A Aᵀ), D⟩, for D float32 [..., rows, rank] and A Aᵀ float64 [rank, rank]: float64, without axes."""
+    total = torch.zeros((), dtype=torch.float64, device=direction.device)
+    for part in direction.reshape(-1, direction.shape[-1]).split(ROWS):  # in blocks: the copies stay small
+        rows = part.double()
+        total += (rows @ gram).mul_(rows).sum()
+    return total
 
 
-def weight_energy(weight: torch.Tensor) -> float:
-    """‖W‖² of [..., rows, columns], summed in float32 within blocks of rows and in float64 over them. No temporary is
-    as large as the weight."""
+def weight_energy(weight: torch.Tensor) -> torch.Tensor:
+    """‖W‖² of [..., rows, columns], summed in float32 within blocks of rows and in float64 over them: float64, without
+    axes. No temporary is as large as the weight."""
     rows = max(1, NORM_BLOCK // weight.shape[-1])
     matrices = weight if weight.dim() == 3 else weight[None]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for each in matrices for part in each.split(rows)]
-    return float(torch.stack(norms).double().square().sum())
+    return torch.stack(norms).double().square().sum()
 
 
 def step_size(ratio: float, weights: float, directions: float) -> float:

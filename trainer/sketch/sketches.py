@@ -23,7 +23,8 @@ class Sketches:
 
     def norm(self) -> float:
         """Of all together, summed in float64."""
-        return math.sqrt(sum(float(torch.linalg.vector_norm(view)) ** 2 for view in self.views.values()))
+        norms = torch.stack([torch.linalg.vector_norm(view) for view in self.views.values()])
+        return float(torch.linalg.vector_norm(norms.double()))
 
     def reduce(self, group: distributed.ProcessGroup | None = None) -> None:
         """Sum over the ranks of `group` (of the default one): afterwards all hold the sketch of the whole batch, whose

@@ -72,14 +72,14 @@ def directions_(sketches: Tensors, memory: Memory, number: int, beta2: float, mo
 
 
 def length(
-    directions: Tensors, blocks: Mapping[str, Block], projections: Projections, ratio: float, weights: float
+    directions: Tensors, blocks: Mapping[str, Block], projections: Projections, ratio: float, weights: torch.Tensor
 ) -> float:
-    """k of the update ratio, for ‖W‖² = `weights` of all blocks together."""
-    energy = sum(
-        product_energy(direction, projections.signs(name, blocks[name].rank, blocks[name].columns))
+    """k of the update ratio, for `weights` = ‖W‖² of all blocks together."""
+    energies = [
+        product_energy(direction, projections.gram(name, blocks[name].rank, blocks[name].columns))
         for name, direction in directions.items()
-    )
-    return step_size(ratio, weights, energy)
+    ]
+    return step_size(ratio, float(weights), float(torch.stack(energies).sum()))
 
 
 def encoded(directions: Tensors, size: float) -> dict[str, Factors]:

@@ -65,7 +65,7 @@ class SketchWeights:
             {name: torch.zeros_like(view[..., 0]) for name, view in views.items()},
             {name: torch.zeros_like(view) for name, view in views.items()} if trainer.momentum else {},
         )
-        self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}  # ‖W‖²
+        self.energy = self._weight_energy()
         self.chain = Chain(seed, self.storage, weights_digest(self.parameters))
         self._snapshots: list[weakref.ref[_Snapshot]] = []
 
@@ -93,7 +93,7 @@ class SketchWeights:
         """The sketches are used up: they hold the directions until `zero`."""
         views, trainer = self.sketches.views, self.trainer
         memory = directions_(views, self.memory, self.steps + 1, trainer.beta2, trainer.momentum)
-        size = length(views, self.blocks, self.projections, rate, sum(self.energy.values()))
+        size = length(views, self.blocks, self.projections, rate, self.energy)
         factors = encoded(views, size)
         dense: Deltas = {}
         if self.embeddings:
@@ -109,7 +109,7 @@ class SketchWeights:
             if (kept := reference()) is not None:
                 kept.keep_weights()
         self.rounding_noise = take_step(self.blocks, factors, self.projections, self.steps)
-        self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}
+        self.energy = self._weight_energy()
         if self.embeddings:
             self.embeddings.add(dict(proposal.dense), scale)
         if self.trainer.publish == "factors":
@@ -130,6 +130,10 @@ class SketchWeights:
 
     def metrics(self) -> dict[str, float]:
         return {} if self.rounding_noise is None else {"rounding_noise": self.rounding_noise}
+
+    def _weight_energy(self) -> torch.Tensor:
+        """‖W‖² of all that is sketched."""
+        return torch.stack([weight_energy(block.weight) for block in self.blocks.values()]).sum()
 
     def _redraw(self) -> None:
         if self.steps % self.trainer.redraw_every:
@@ -194,7 +198,7 @@ class SketchWeights:
                 tensor.copy_(read[name])
         self.steps = found.steps
         self.projections.draw(found.draw.step)
-        self.energy = {name: weight_energy(block.weight) for name, block in self.blocks.items()}
+        self.energy = self._weight_energy()
         self.chain.restore((parent, None, steps))
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.policy.projection import projection_key, signs
+from trainer.sketch.projections import Projections
 from trainer.sketch.ratio import product_energy, step_size, weight_energy
 from trainer.sketch.row_adam import EPSILON
 from trainer.sketch.step import Memory, carried, directions_, growth
@@ -96,17 +97,22 @@ def test_experts_are_scaled_each_by_itself() -> None:
 
 def test_the_products_norm_is_that_of_the_dense_product() -> None:
     generator = torch.Generator().manual_seed(0)
-    sign = signs(projection_key(1, 2, "w"), 7, 0, 301)
     direction = torch.randn(3, 11, 7, generator=generator)
-    dense = (direction.double() @ sign.double()) / math.sqrt(7)
-    assert product_energy(direction, sign) == pytest.approx(float(dense.square().sum()), rel=1e-12)
+    for columns in (301, 5000):  # in one part and in two
+        projections = Projections(1, 2, torch.device("cpu"))
+        gram = projections.gram("w", 7, columns)
+        a = projections.signs("w", 7, columns).double() / math.sqrt(7)
+        assert torch.equal(projections.gram("w", 7, columns), gram)
+        torch.testing.assert_close(gram, a @ a.T)
+        wanted = float((direction.double() @ a).square().sum())
+        assert float(product_energy(direction, gram)) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_weights_norm_is_summed_block_by_block() -> None:
     weight = torch.randn(700, 300, generator=torch.Generator().manual_seed(0))
-    assert weight_energy(weight) == pytest.approx(float(weight.double().square().sum()), rel=1e-6)
+    assert float(weight_energy(weight)) == pytest.approx(float(weight.double().square().sum()), rel=1e-6)
     experts = weight.view(2, 350, 300)[:, 50:]  # not contiguous
-    assert weight_energy(experts) == pytest.approx(float(experts.double().square().sum()), rel=1e-6)
+    assert float(weight_energy(experts)) == pytest.approx(float(experts.double().square().sum()), rel=1e-6)
 
 
 def test_without_a_direction_there_is_no_step() -> None:
