@@ -184,6 +184,7 @@ class Recorder:
         """When the last event was applied, on the clock of those before it: that of this life goes on from there."""
         self._state = playback.state or State(rules)
         self._full_at = 0
+        self._ended = False
         self._journal = Journal(folder, fsync)
         self._journal.read_until = playback.number
         self._begin_segment(playback.number + 1, playback.size)
@@ -200,12 +201,15 @@ class Recorder:
         worth a record."""
         parked = bool(self.replay.handovers.parked)  # who is held by nobody is cancelled without an effect
         effects = self._state.apply(event, now)
-        if effects or parked or not isinstance(event, Ticked):
+        if not self._ended and (effects or parked or not isinstance(event, Ticked)):
             self._append(event, now)
         return effects
 
     def apply_unrecorded(self, event: AnyEvent, now: float) -> list[Effect]:
-        """For the last event of a run that will be resumed from what it was before."""
+        """For the last event of a run that will be resumed from what it was before. What comes after it is not recorded
+        either: here it meets a run that has ended, and there it would meet one that has not. (A result that is refused
+        here, and whose payload is not kept for that, would be a good one there.)"""
+        self._ended = True
         return self._state.apply(event, now)
 
     def recorded(self, first: int) -> dict[int, LendBatch]:

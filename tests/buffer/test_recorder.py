@@ -28,6 +28,7 @@ from buffer.events import (
     NodeLost,
     PrefixesHandedOver,
     ResultArrived,
+    ResultRefused,
     RunFinished,
     Ticked,
     TrainerJoined,
@@ -95,6 +96,19 @@ def step(play: Any) -> None:
     for effect in play.confirm(ess=0.1):  # trouble, which moves an adaptive bound
         if isinstance(effect, GrantLease):
             play.deliver(effect.lease, payload=memoryview(bytes(1000)))
+
+
+def test_what_comes_after_the_end_of_a_run_that_is_resumed_is_as_if_it_had_not_come(tools, tmp_path):
+    """Here such a result is refused, and none of it kept; a resumed run would take what is left for a good one."""
+    play = tools.play()
+    memory = Memory(play, tmp_path)
+    (lease, _) = play.node("a", 4)
+    before = memory.state()
+    memory.recorder.apply_unrecorded(RunFinished("stopped at version 0"), play.now)
+    assert [type(effect) for effect in play.result(lease, 0, payload=memoryview(b""))] == [ResultRefused]
+    play.apply(NodeLost("a", "the run is over"))
+    memory.die()
+    assert memory.state() == before
 
 
 def test_a_buffer_that_dies_goes_on_with_the_same_leases_groups_and_books(tools, tmp_path):
