@@ -33,7 +33,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(path: Path, kind: str = "lora", control: dict[str, Any] | None = None, **trainer: Any) -> TorchBackend:
-    own = {"lora": {"rank": 4, "alpha": 8.0}, "full": {}, "sketch": {"rank": 8}}[kind]
+    own = {
+        "lora": {"rank": 4, "alpha": 8.0},
+        "full": {},
+        "sketch": {"rank": 8},
+        "embeddings": {"rank": 8, "train_embeddings": True, "publish": "snapshots"},
+    }[kind]
+    kind = "sketch" if kind == "embeddings" else kind
     return TorchBackend(
         path,
         trainer=TrainerConfig(
@@ -121,7 +127,7 @@ def test_at_a_rate_ten_times_too_high_a_controlled_step_keeps_its_budget(path: P
     assert all(each > 2 * BUDGET for each in free), free
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "embeddings"])
 @pytest.mark.parametrize("method", ["jvp", "difference"])
 def test_the_metrics_say_what_was_predicted_and_what_became_of_it(path: Path, kind: str, method: str) -> None:
     samples = batch()
