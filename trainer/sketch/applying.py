@@ -32,6 +32,8 @@ def take_step(
     how large the rounding is, ‖noise‖ / ‖update‖; else None."""
     total = Change(0.0, 0.0)
     for name, block in blocks.items():
+        if name not in factors:
+            continue
         key = projections.key(name)
         if block.weight.dtype != torch.bfloat16:
             apply_(block.weight, factors[name], key)

@@ -6,6 +6,7 @@ for; a checkpoint keeps it, so that a trainer that goes on can publish it once m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,23 +31,40 @@ class Link(NamedTuple):
     steps: tuple[Step, ...]
 
 
-class Chain:
-    """`base` is the digest of the weights in the checkpoint, from which the first policy comes; `storage` the dtype in
-    which weights are kept, by receivers too."""
+Kept = tuple[str | None, Link | None, tuple[Step, ...]]
 
-    def __init__(self, base_seed: int, storage: Storage, base: str) -> None:
+
+class Chain:
+    """`base` gives the digest of the weights as they are before the first step, from which the first policy comes: it
+    reads all of them, so it is called only once that is about to be needed. `storage` is the dtype in which weights
+    are kept, by receivers too."""
+
+    def __init__(self, base_seed: int, storage: Storage, base: Callable[[], str]) -> None:
         self.base_seed = base_seed
         self.storage: Storage = storage
-        self.digest = base  # of the policy that was exported last
+        self._base = base
+        self._digest: str | None = None
         self._last: Link | None = None  # what its file said; None: it was the base's
         self._taken: tuple[Step, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of the policy that was exported last; of the base, before the first export."""
+        if self._digest is None:
+            self._digest = self._base()
+        return self._digest
 
     @property
     def exported(self) -> bool:
         """Whether all that was taken is in the policy with `digest`."""
         return not self._taken
 
+    def before_moving(self) -> None:
+        """Call it before weights move."""
+        _ = self.digest
+
     def take(self, step: Step) -> None:
+        """A step that was applied since the last export."""
         self._taken += (step,)
 
     def export(self, path: Path, update: int) -> str:
@@ -55,16 +73,16 @@ class Chain:
         if self._last is None and self.exported:
             return write_base(path, self.digest)
         link = Link(self.digest, self._taken or (Step(update, update, {}),))
-        self.digest = self._write(path, link)
+        self._digest = self._write(path, link)
         self._last, self._taken = link, ()
-        return self.digest
+        return self._digest
 
-    def kept(self) -> tuple[str, Link | None, tuple[Step, ...]]:
+    def kept(self) -> Kept:
         """All that changes, for `restore`."""
-        return self.digest, self._last, self._taken
+        return self._digest, self._last, self._taken
 
-    def restore(self, kept: tuple[str, Link | None, tuple[Step, ...]]) -> None:
-        self.digest, self._last, self._taken = kept
+    def restore(self, kept: Kept) -> None:
+        self._digest, self._last, self._taken = kept
 
     def save(self, path: Path) -> None:
         """Write the file of the policy as it is now, whether it was exported or not."""
@@ -88,19 +106,14 @@ class Chain:
         )
 
 
-def read_link(path: Path, device: torch.device) -> tuple[str, tuple[Step, ...]]:
-    """What `Chain.save` wrote: the digest from which it leads on, and its steps on `device` (none for the base's).
-    Raises PolicyFileError."""
+def read_link(path: Path, device: torch.device) -> Link:
+    """What `Chain.save` wrote, its factors on `device`; without steps for the base's. Raises PolicyFileError."""
     if read_kind(path) == "base":
-        return read_base(path).digest, ()
+        return Link(read_base(path).digest, ())
     update = read_update(path)
-    # Copies, not views of a file that may go.
-    return update.parent, tuple(
-        step._replace(
-            factors={
-                name: Factors(factors.q.to(device, copy=True), factors.s.to(device, copy=True))
-                for name, factors in step.factors.items()
-            }
-        )
-        for step in update.steps
-    )
+    steps = []
+    for step in update.steps:
+        # Copies, not views of a file that may go.
+        own = {name: Factors(*(each.to(device, copy=True) for each in both)) for name, both in step.factors.items()}
+        steps.append(step._replace(factors=own))
+    return Link(update.parent, tuple(steps))

@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from async_rl.errors import AsyncRLError
+
 ROWS = 4096
 NORM_BLOCK = 1 << 16  # numbers summed in float32 before float64 takes over: a relative error of some 1e-6 at most
 
@@ -33,5 +35,11 @@ def weight_energy(weight: torch.Tensor) -> torch.Tensor:
 
 
 def step_size(ratio: float, weights: float, directions: float) -> float:
-    """k with ‖k·D·A‖ = ratio · ‖W‖, of the sums of squares over all blocks; 0 when there is no direction."""
+    """k with ‖k·D·A‖ = ratio · ‖W‖, of the sums of squares over all blocks; 0 when there is no direction. Raises
+    AsyncRLError when either sum is not finite."""
+    if not (math.isfinite(weights) and math.isfinite(directions)):
+        raise AsyncRLError(
+            f"a sketched step: ‖W‖² is {weights:g} and that of its direction {directions:g}, not finite both; nothing "
+            "was moved"
+        )
     return ratio * math.sqrt(weights / directions) if directions > 0 else 0.0

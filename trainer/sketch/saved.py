@@ -2,7 +2,7 @@
 
 - weights.safetensors: all parameters, a snapshot under the digest of the weights themselves; backend.json names it.
 - sketch.safetensors: second moments and the running mean. Projections are drawn again, never stored.
-- update.safetensors: the policy file of these weights, so that it can be published once more.
+- update.safetensors: with publish = "factors" the policy file of these weights, so that it can be published once more.
 """
 
 from __future__ import annotations

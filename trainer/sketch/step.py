@@ -41,7 +41,7 @@ class Tangents(Mapping[str, Sequence[LowRank]]):
     negative of the direction. For experts b is [experts, rows, rank], and the module an ExpertProjection."""
 
     def __init__(self, blocks: Mapping[str, Block], factors: Mapping[str, Factors], projections: Projections) -> None:
-        self._blocks = {block.module: block for block in blocks.values()}
+        self._blocks = {block.module: block for name, block in blocks.items() if name in factors}
         self._factors, self._projections = factors, projections
 
     def __getitem__(self, module: str) -> Sequence[LowRank]:
@@ -84,8 +84,8 @@ def length(
 
 def encoded(directions: Tensors, size: float) -> dict[str, Factors]:
     """All of them before any is applied: what cannot be encoded must not leave half a step behind. Raises AsyncRLError
-    when a number is not finite."""
-    return {name: encode(direction * size) for name, direction in directions.items()}
+    when a number is not finite. None at all for a step of length 0, which moves nothing."""
+    return {} if size == 0 else {name: encode(direction * size) for name, direction in directions.items()}
 
 
 def carried(mean: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

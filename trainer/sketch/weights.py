@@ -66,7 +66,7 @@ class SketchWeights:
             {name: torch.zeros_like(view) for name, view in views.items()} if trainer.momentum else {},
         )
         self.energy = self._weight_energy()
-        self.chain = Chain(seed, self.storage, weights_digest(self.parameters))
+        self.chain = Chain(seed, self.storage, lambda: weights_digest(self.parameters))
         self._snapshots: list[weakref.ref[_Snapshot]] = []
 
     @property
@@ -84,6 +84,9 @@ class SketchWeights:
     def reduce(self, group: distributed.ProcessGroup | None = None) -> None:
         """With several ranks, after the backward passes and before `norm`: see `Sketches.reduce`."""
         self.sketches.reduce(group)
+        for parameter in self.embeddings.parameters.values() if self.embeddings else ():
+            if parameter.grad is not None:
+                distributed.all_reduce(parameter.grad, group=group)
 
     def norm(self) -> float:
         """The gradient's, on average: E‖G Aᵀ‖² = ‖G‖²."""
@@ -108,6 +111,8 @@ class SketchWeights:
         for reference in self._snapshots:
             if (kept := reference()) is not None:
                 kept.keep_weights()
+        if self.trainer.publish == "factors":
+            self.chain.before_moving()
         self.rounding_noise = take_step(self.blocks, factors, self.projections, self.steps)
         self.energy = self._weight_energy()
         if self.embeddings:
@@ -164,11 +169,12 @@ class SketchWeights:
         if self.trainer.publish == "factors":
             return self.chain.export(path, self.steps)
         if not self.steps:
-            return write_base(path, self.chain.digest)
-        self.chain.digest = write_snapshot(path, self.parameters, None, self.steps, self.steps)
-        return self.chain.digest
+            return write_base(path, weights_digest(self.parameters))
+        return write_snapshot(path, self.parameters, None, self.steps, self.steps)
 
     def export_whole(self, path: Path) -> str:
+        if self.trainer.publish == "snapshots":
+            return write_snapshot(path, self.parameters, None, self.steps, self.steps)
         if not self.chain.exported:
             raise AsyncRLError(f"{path}: the weights have moved since the last export, whose policy this is to be")
         return write_snapshot(path, self.parameters, self.chain.digest, self.steps, self.steps)
@@ -182,13 +188,14 @@ class SketchWeights:
             optimizer_state.write_moments(folder, self.embeddings.parameters, self.embeddings.optimizer)
         draw = saved.Draw(self.projections.base_seed, self.projections.update)
         saved.write(folder, self.parameters, self.memory, draw, self.steps, self.model_path)
-        self.chain.save(folder / saved.UPDATE_FILE)
+        if self.trainer.publish == "factors":
+            self.chain.save(folder / saved.UPDATE_FILE)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         found = saved.read(folder, self.parameters, self.memory, self.projections.base_seed)
-        device = self.sketches.flat.device
-        parent, steps = read_link(folder / saved.UPDATE_FILE, device)
+        factors = self.trainer.publish == "factors"
+        link = read_link(folder / saved.UPDATE_FILE, self.sketches.flat.device) if factors else None
         if self.embeddings:
             part = {name: found.weights[name] for name in self.embeddings.parameters}
             optimizer_state.restore(folder, part, self.embeddings.parameters, self.embeddings.optimizer)
@@ -199,7 +206,8 @@ class SketchWeights:
         self.steps = found.steps
         self.projections.draw(found.draw.step)
         self.energy = self._weight_energy()
-        self.chain.restore((parent, None, steps))
+        if link is not None:
+            self.chain.restore((link.parent, None, link.steps))
 
 
 class _Snapshot:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.errors import AsyncRLError
 from async_rl.policy.projection import projection_key, signs
 from trainer.sketch.projections import Projections
 from trainer.sketch.ratio import product_energy, step_size, weight_energy
@@ -118,6 +119,9 @@ def test_the_weights_norm_is_summed_block_by_block() -> None:
 def test_without_a_direction_there_is_no_step() -> None:
     assert step_size(6e-5, 9.0, 4.0) == pytest.approx(9e-5)
     assert step_size(6e-5, 9.0, 0.0) == 0.0
+    for weights, directions in ((1.0, math.nan), (1.0, math.inf), (math.inf, 1.0)):
+        with pytest.raises(AsyncRLError, match="not finite both"):
+            step_size(6e-5, weights, directions)
 
 
 def test_a_running_mean_is_carried_over_without_bias() -> None:

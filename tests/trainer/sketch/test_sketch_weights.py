@@ -395,3 +395,14 @@ def test_the_embeddings_learning_rate_follows_the_schedule_of_the_ratio() -> Non
         proposal = weights.propose(weights.norm(), rate)
         # AdamW's first step moves each number by the learning rate.
         assert float(proposal.dense["lm_head.weight"].abs().median()) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_step_of_length_zero_moves_nothing_and_publishes_nothing(tmp_path: Path) -> None:
+    weights = make()
+    digest = weights.export(tmp_path / "policy")
+    before = copied(weights)
+    step(weights, 0, 0.0)
+    assert_same(weights, before)
+    assert weights.steps == 1
+    assert weights.export(tmp_path / "policy") == digest
+    assert not read_update(tmp_path / "policy").factors
