@@ -19,6 +19,7 @@ TILE_TOKENS = 64
 TILE_COLUMNS = 128  # one Philox call a row of the projection
 TILE_ROWS = 64
 MAX_TILE_RANK = 128
+MAX_WIDE_TILE_RANK = 64  # of a projection in float32: signs are float32 there, and twice as many registers
 WARPS = 8  # with fewer the signs of a tile do not fit into the registers
 STAGES = 3
 MAX_SPLITS = 8
@@ -116,7 +117,7 @@ def project(x: torch.Tensor, key: Key, rank: int, start: int) -> torch.Tensor:
     """sketching.project for x [tokens, columns]."""
     tokens, columns = x.shape
     projected = torch.empty(tokens, rank, dtype=x.dtype, device=x.device)
-    tile_rank = _tile_rank(rank)
+    tile_rank = min(_tile_rank(rank), MAX_WIDE_TILE_RANK if x.dtype == torch.float32 else MAX_TILE_RANK)
     if tokens and columns:
         _project_kernel[(triton.cdiv(tokens, TILE_TOKENS), triton.cdiv(rank, tile_rank))](
             x,
