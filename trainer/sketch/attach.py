@@ -15,7 +15,7 @@ from trainer.sketch.experts import DOWN, GATE_UP, attach_experts, expert_blocks,
 from trainer.sketch.linear import attach_linear
 from trainer.sketch.projections import Projections
 from trainer.sketch.sketches import Sketches
-from trainer.targets import matches, resolve_targets
+from trainer.targets import TargetError, matches, resolve_targets
 
 
 class Attached(NamedTuple):
@@ -29,7 +29,7 @@ class Attached(NamedTuple):
 def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) -> Attached:
     """Freeze all parameters of `model`, which lies on its device, and sketch the gradients of its linear layers and
     fused experts (those that `trainer.targets` names; all, when it names none) in every backward pass from now on.
-    Raises AsyncRLError for names that match nothing and for experts of an unknown layout."""
+    Raises AsyncRLError for names that match nothing or mean the head, and for experts of an unknown layout."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     experts = {
@@ -65,6 +65,12 @@ def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Bl
         return []
     blocks = []
     for target in resolve_targets(model, names).modules:
+        if model.get_submodule(target.name) is model.get_output_embeddings():  # type: ignore[operator]
+            raise TargetError(
+                f"[trainer] targets: {target.name} is the output head, which is not sketched (it is computed a chunk of "
+                'tokens at a time, by its weight alone): leave it out, or set publish = "snapshots" and '
+                "train_embeddings = true"
+            )
         weight = model.get_parameter(f"{target.name}.weight").detach()
         blocks.append(Block(target.name, target.name, weight, trainer.ranks.get(target.last, trainer.rank)))
     return blocks

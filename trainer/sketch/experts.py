@@ -72,7 +72,8 @@ def _forward(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: 
     out = parts[DOWN](inside, counts) * weights.reshape(-1)[order, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return out[back].view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
+    total: torch.Tensor = out[back].view(*chosen.shape, -1).sum(dim=1)
+    return total.to(hidden.dtype)
 
 
 class ExpertProjection(nn.Module):

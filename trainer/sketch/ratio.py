@@ -13,7 +13,10 @@ import torch
 from async_rl.errors import AsyncRLError
 
 ROWS = 4096
-NORM_BLOCK = 1 << 16  # numbers summed in float32 before float64 takes over: a relative error of some 1e-6 at most
+# Numbers summed in float32 before float64 takes over: an error of some 1e-6 at most, and on a GPU, which sums in a tree,
+# not a launch for each cache's fill.
+NORM_BLOCK = 1 << 16
+NORM_BLOCK_GPU = 1 << 24
 
 
 def product_energy(direction: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
@@ -28,7 +31,7 @@ def product_energy(direction: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 def weight_energy(weight: torch.Tensor) -> torch.Tensor:
     """‖W‖² of [..., rows, columns], summed in float32 within blocks of rows and in float64 over them: float64, without
     axes. No temporary is as large as the weight."""
-    rows = max(1, NORM_BLOCK // weight.shape[-1])
+    rows = max(1, (NORM_BLOCK_GPU if weight.is_cuda else NORM_BLOCK) // weight.shape[-1])
     matrices = weight if weight.dim() == 3 else weight[None]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for each in matrices for part in each.split(rows)]
     return torch.stack(norms).double().square().sum()
