@@ -67,8 +67,8 @@ def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Bl
     for target in resolve_targets(model, names).modules:
         if model.get_submodule(target.name) is model.get_output_embeddings():  # type: ignore[operator]
             raise TargetError(
-                f"[trainer] targets: {target.name} is the output head, which is not sketched (it is computed a chunk of "
-                'tokens at a time, by its weight alone): leave it out, or set publish = "snapshots" and '
+                f"[trainer] targets: {target.name} is the output head, which is not sketched (it is computed a chunk "
+                'of tokens at a time, by its weight alone): leave it out, or set publish = "snapshots" and '
                 "train_embeddings = true"
             )
         weight = model.get_parameter(f"{target.name}.weight").detach()

@@ -13,8 +13,8 @@ import torch
 from async_rl.errors import AsyncRLError
 
 ROWS = 4096
-# Numbers summed in float32 before float64 takes over: an error of some 1e-6 at most, and on a GPU, which sums in a tree,
-# not a launch for each cache's fill.
+# Numbers summed in float32 before float64 takes over: an error of some 1e-6 at most, and on a GPU, which sums in a
+# tree, not a launch for each cache's fill.
 NORM_BLOCK = 1 << 16
 NORM_BLOCK_GPU = 1 << 24
 

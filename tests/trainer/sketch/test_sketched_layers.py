@@ -120,7 +120,7 @@ def test_only_named_layers_and_experts_are_sketched() -> None:
     assert list(fused.blocks) == [f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate", "up")]
     with pytest.raises(TargetError, match="'query' matches no module"):
         attach_sketches(expert_model(), TrainerConfig(kind="sketch", targets=("query",)), base_seed=3)
-    with pytest.raises(TargetError, match="lm_head is the output head.*train_embeddings"):
+    with pytest.raises(TargetError, match=r"lm_head is the output head.*train_embeddings"):
         attach_sketches(expert_model(), TrainerConfig(kind="sketch", targets=("lm_head",)), base_seed=3)
     both = attach_sketches(expert_model(), TrainerConfig(kind="sketch", targets=("gate_proj",)), base_seed=3)
     assert list(both.blocks) == ["model.layers.0.mlp.gate_proj", "model.layers.1.mlp.experts.gate_proj"]
