@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.policy.update_file import read_base, read_kind, read_snapshot, weights_digest
+from async_rl.top_tokens import TopTokens
 from trainer.backend import Sample
 from trainer.checkpoint import write_checkpoint
 from trainer.export import export
@@ -157,13 +158,31 @@ def test_a_proposal_that_is_taken_whole_is_the_step(model_path: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_goes_on_exactly_where_it_was_saved(model_path: Path, tmp_path: Path, kind: str) -> None:
-    backend = make(model_path, kind)
+def test_scores_are_centred_with_every_kind(model_path: Path, kind: str) -> None:
+    generator = np.random.default_rng(0)
+    ids = np.array([[generator.permutation(VOCABULARY)[:4] for _ in range(16)]], np.int32)[0]
+    top = TopTokens(ids, np.log(np.full((16, 4), 0.2, np.float32)))
+    batch = [
+        sample._replace(top=TopTokens(top.ids[: len(sample.tokens)], top.logprobs[: len(sample.tokens)]))
+        for sample in samples(advantage=1.0)
+    ]
+    centred = make(model_path, kind, algorithm=AlgorithmConfig(treatment="uncorrected", center_scores=4))
+    plain = make(model_path, kind)
+    ours, theirs = centred.step(batch, 1e-3).metrics, plain.step(batch, 1e-3).metrics
+    assert ours["top_mass"] == pytest.approx(0.8)
+    assert ours["grad_norm"] != theirs["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, "float32") for kind in KINDS), *((kind, "bfloat16") for kind in KINDS)]
+)
+def test_every_kind_goes_on_exactly_where_it_was_saved(model_path: Path, tmp_path: Path, kind: str, dtype: str) -> None:
+    backend = make(model_path, kind, dtype)
     for seed in range(3):
         backend.step(samples(seed), 1e-3)
     digest = backend.export(tmp_path / "published")
     folder = write_checkpoint(tmp_path, 3, backend.save, {})
-    resumed = make(model_path, kind)
+    resumed = make(model_path, kind, dtype)
     resumed.load(folder)
     assert resumed.export(tmp_path / "again") == digest
     assert (tmp_path / "again").read_bytes() == (tmp_path / "published").read_bytes()
