@@ -95,6 +95,8 @@ class SketchWeights:
     def propose(self, norm: float, rate: float) -> Proposal:
         """The sketches are used up: they hold the directions until `zero`."""
         views, trainer = self.sketches.views, self.trainer
+        if self.steps == 0:
+            self._warn_of_silence()
         memory = directions_(views, self.memory, self.steps + 1, trainer.beta2, trainer.momentum)
         size = length(views, self.blocks, self.projections, rate, self.energy)
         factors = encoded(views, size)
@@ -135,6 +137,18 @@ class SketchWeights:
 
     def metrics(self) -> dict[str, float]:
         return {} if self.rounding_noise is None else {"rounding_noise": self.rounding_noise}
+
+    def _warn_of_silence(self) -> None:
+        """Some models (Mamba, for dt_proj) use a layer's weight without calling the layer."""
+        silent = [name for name, view in self.sketches.views.items() if view.dim() == 2 and not view.any()]
+        if silent:
+            log.warning(
+                "no gradient reaches %s (%d of %d projections): the model computes with the weight, and does not call "
+                "the layer; it will not learn",
+                silent[0],
+                len(silent),
+                len(self.blocks),
+            )
 
     def _weight_energy(self) -> torch.Tensor:
         """‖W‖² of all that is sketched."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sketched import dense_model, expert_model, some_loss, some_tokens
+from tiny_lm import tiny_lm
 
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
@@ -95,6 +96,17 @@ def test_a_proposal_says_what_taking_it_does_and_changes_nothing_before() -> Non
         for name, block in weights.blocks.items():
             moved = block.weight.double() - before[f"{name}.weight"].double()
             assert float((moved - scale * changes[name]).norm() / moved.norm()) < 3e-4
+
+
+def test_a_layer_that_a_model_computes_without_calling_it_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    """Mamba multiplies by dt_proj's weight by itself."""
+    weights = SketchWeights(tiny_lm("mamba"), TRAINER, 5, "")
+    step(weights, 0)
+    assert "no gradient reaches backbone.layers.0.mixer.dt_proj (2 of 8 projections)" in caplog.text
+    caplog.clear()
+    step(weights, 1)
+    step(make(), 0)
+    assert not caplog.text
 
 
 def test_moving_is_proposing_and_taking() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sketched import dense_gradients, dense_model, expert_model, some_loss, some_tokens
+from tiny_lm import tiny_lm
 
 from async_rl.config import TrainerConfig
 from trainer.activation_checkpointing import checkpoint_layers
@@ -50,6 +51,15 @@ def test_every_layers_sketch_is_its_dense_gradient_projected(kind: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     attached.sketches.zero()
     assert not any(bool(view.any()) for view in attached.sketches.views.values())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gemma2", "falcon", "qwen3_next", "granite"])
+def test_it_holds_for_other_families_of_models(family: str) -> None:
+    model, tokens = tiny_lm(family), some_tokens()
+    gradients = dense_gradients(copy.deepcopy(model), tokens)
+    attached = attach_sketches(model, TrainerConfig(kind="sketch", rank=8), base_seed=3)
+    some_loss(model, tokens).backward()
+    assert_sketched(attached, gradients)
 
 
 @pytest.mark.parametrize("kind", MODELS)
