@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from golden_updates import ENDS, SENT, Key, after_ten_updates, bits
 from interpreted import DEVICE, passes_interpreted, runs_kernels
 
 from async_rl.policy.factors import Factors, apply_numpy, encode
@@ -29,11 +30,6 @@ def made(shape: tuple[int, ...], rank: int, dtype: torch.dtype) -> tuple[torch.T
         change[..., 1, :] = 0.0
         weight[..., 1, ::2] = -0.0
     return torch.from_numpy(weight.astype(np.float32)).to(dtype), encode(torch.from_numpy(change.astype(np.float32)))
-
-
-def bits(weight: torch.Tensor) -> np.ndarray:
-    patterns = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
-    return weight.cpu().contiguous().view(patterns).numpy().copy()
 
 
 def by_numpy(weight: torch.Tensor, factors: Factors) -> np.ndarray:
@@ -109,3 +105,14 @@ def test_the_ends_of_every_range_are_kept(dtype: torch.dtype) -> None:
     number = ~weight.isnan().numpy()  # in float32 one NaN is as good as another
     assert np.array_equal(found[number], expected[number])
     assert on_device.cpu().isnan()[~number].all()
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", BOTH)
+def test_the_bits_after_ten_updates_are_those_of_everybody(dtype: torch.dtype) -> None:
+    def apply(weight: torch.Tensor, factors: Factors, key: Key, rounding: Key | None) -> None:
+        from async_rl.policy import kernels
+
+        kernels.apply_(weight, *factors, key, start=0, total_columns=129, first_row=0, rounding=rounding)
+
+    assert after_ten_updates(apply, dtype, DEVICE) == (SENT, ENDS[dtype])
