@@ -19,7 +19,7 @@ MEASURED = 1 << 18  # numbers of each weight whose rounding is measured: a per c
 
 
 class Change(NamedTuple):
-    """Sums of squares over the weights measured: of what was meant, and of what was stored."""
+    """Sums of squares: of what was meant, and of what was stored."""
 
     meant: float
     stored: float
@@ -62,4 +62,5 @@ def _apply_measured(
         apply_(matrices[0, rows:], Factors(q[0, rows:], s[0, rows:]), key, first_row=rows, rounding=rounding)
     if len(matrices) > 1:
         apply_(matrices[1:], Factors(q[1:], s[1:]), key, first_row=matrices.shape[1], rounding=rounding)
-    return Change(float(product_energy(decode(some), gram)), stored)
+    whole = weight.numel() / first.numel()  # the rows that were not measured are taken to be like those that were
+    return Change(whole * float(product_energy(decode(some), gram)), whole * stored)

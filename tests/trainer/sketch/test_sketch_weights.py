@@ -20,6 +20,7 @@ from async_rl.policy.projection import projection_key
 from async_rl.policy.rounding import rounding_key
 from async_rl.policy.update_file import read_base, read_kind, read_snapshot, read_update, weights_digest
 from async_rl.schema import ConfigError
+from trainer.sketch import applying
 from trainer.sketch.weights import SketchWeights
 
 TRAINER = TrainerConfig(kind="sketch", rank=8)
@@ -329,7 +330,11 @@ def test_a_snapshot_puts_everything_back(tmp_path: Path) -> None:
     assert weights.export(tmp_path / "one") == straight.export(tmp_path / "other")
 
 
-def test_in_bfloat16_the_rounding_is_measured_and_loud(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("measured", [applying.MEASURED, 512])  # all of each weight, and a part
+def test_in_bfloat16_the_rounding_is_measured_and_loud(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, measured: int
+) -> None:
+    monkeypatch.setattr(applying, "MEASURED", measured)
     weights = make(dtype=torch.bfloat16)
     before = copied(weights)
     some_loss(weights.model, some_tokens()).backward()
