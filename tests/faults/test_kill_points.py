@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from pathlib import Path
 
@@ -27,8 +28,15 @@ PASSES = {
     "trainer.in-checkpoint": 2,
     "buffer.segment-begun": 1,
 }
+SKETCH = (
+    "--set", "trainer.kind=sketch", "--set", "trainer.learning_rate=2e-4", "--set", "trainer.update_ratio=2e-3",
+    "--set", "inference.in_flight=continue",
+)  # fmt: skip
 SAMPLE = ("buffer.after-append", "trainer.after-confirm", "store.after-index")
-RARE = {"buffer.segment-deleted"}  # takes hundreds of megabytes: tests/buffer/test_recorder.py
+# Hundreds of megabytes are needed for the one (tests/buffer/test_recorder.py), and a node that has missed versions for
+# the other (tests/inference/test_delivery.py).
+RARE = {"buffer.segment-deleted", "node.mid-route"}
+ROUTES = ("node.before-flip", "trainer.after-confirm", "trainer.after-upload", "store.after-index")
 LATE = 3  # everywhere else
 
 
@@ -42,12 +50,18 @@ def check(run: Path, steps: int) -> None:
     assert summary(run)["staleness"]["max"] <= summary(run)["staleness"]["bound"]
 
 
-def die_at(shell: Shell, point: str) -> None:
+def served_by(run: Path, node: str) -> list[tuple[int, str]]:
+    """(version, digest's beginning)."""
+    log = (run / "logs" / f"{node}.log").read_text()
+    return [(int(version), digest) for version, digest in re.findall(r"serving policy (\d+)-([0-9a-f]{8})", log)]
+
+
+def die_at(shell: Shell, point: str, *options: str) -> None:
     run = shell.folder / "run"
     pool = point.partition(".")[0]
     name = "node-0" if pool == "node" else pool
     plan = f"{point}:{PASSES.get(point, LATE)}@{name}"
-    code, output = shell.run("run", str(shell.config), "--out", str(run), timeout=300, **{VARIABLE: plan})
+    code, output = shell.run("run", str(shell.config), "--out", str(run), *options, timeout=300, **{VARIABLE: plan})
     assert f"{name} was killed by SIGKILL and started again" in output, output
     assert code == 0, output
     check(run, STEPS)
@@ -66,6 +80,20 @@ def test_a_run_survives_a_death_where_it_matters_most(shell, point):
 @pytest.mark.parametrize("point", sorted(POINTS.keys() - RARE - set(SAMPLE)))
 def test_a_run_survives_a_death_at_every_point(shell, point):
     die_at(shell, point)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("point", ROUTES)
+def test_a_run_with_factor_updates_survives_a_death_on_their_way(shell, point):
+    """And what nodes serve is what the trainer made: a node that serves anything else is quarantined, and says so."""
+    die_at(shell, point, *SKETCH)
+    run = shell.folder / "run"
+    made = {record["step"] + 1: record["digest"][:8] for record in records(run)}
+    served = [each for node in ("node-0", "node-1") for each in served_by(run, node) if each[0]]
+    assert max(version for version, _ in served) == STEPS
+    assert all(made[version] == digest for version, digest in served)
+    assert all("goes on serving" not in (run / "logs" / f"{node}.log").read_text() for node in ("node-0", "node-1"))
 
 
 @pytest.mark.faults

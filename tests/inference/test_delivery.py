@@ -4,6 +4,10 @@ of the weights, which have to have the trainer's bits in the end, whatever happe
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from sketched_policies import File, SketchedPolicies
-from store_house import House, wait_for
+from store_house import RUN, TOKEN, House, wait_for
 from store_house import Node as Puller
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_rl.run.killpoints import VARIABLE
 from async_rl.version import PolicyId
 from async_rl.wire.messages import Pull, Upload
 from inference.model_weights import model_weights
@@ -241,6 +246,33 @@ def test_a_node_that_dies_in_the_middle_of_a_chain_leaves_nothing_and_the_next_g
     ended = dying.puller.next()
     assert isinstance(ended, Exception)
     assert dying.own_files() == []
+    pool.node().is_the_trainers()
+
+
+DYING = """
+import queue, sys
+from pathlib import Path
+from async_rl.wire.link import Client
+from inference.policies import PolicyPuller
+endpoint, run, token, folder = sys.argv[1:]
+link = Client(endpoint, run=run, token=token, role="node", name="dying", peer="store")
+link.connect(20.0)
+inbox = queue.SimpleQueue()
+PolicyPuller(link, Path(folder), inbox, routed=True)
+inbox.get(timeout=20.0)
+"""
+
+
+def test_a_node_that_is_killed_between_two_files_of_a_way_hinders_nobody(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(6):
+        pool.step()
+    (scratch := tmp_path / "dying").mkdir()
+    died = subprocess.run(
+        [sys.executable, "-P", "-c", DYING, pool.house.endpoint, RUN, TOKEN, str(scratch)],
+        env=os.environ | {VARIABLE: "node.mid-route:3"}, timeout=60, check=False,
+    )  # fmt: skip
+    assert died.returncode == -signal.SIGKILL
+    assert len(list(scratch.glob("*/*"))) == 3  # in a folder that no other process looks into
     pool.node().is_the_trainers()
 
 
