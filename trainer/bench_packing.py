@@ -15,8 +15,6 @@ difference of any entry to the baseline's, of the largest entry.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from async_rl.errors import AsyncRLError
 from async_rl.run.bench import Arm, Cell, Measures, Metric, bench_main, bench_parser, finish_bench, run_bench
-from trainer.bench_packing_arm import Job, answer
+from trainer.bench_packing_arm import Job, work
+from trainer.bench_process import measured_apart
 
 METRICS = [
     Metric("cpu_s", "CPU seconds a step", "lower"),
@@ -43,7 +42,6 @@ METRICS = [
     Metric("gradient_gap", "gradient ±", "lower", 2),
 ]
 ARM_TIMEOUT_S = 300.0
-END_S = 5.0  # for a process that was killed
 SIGMA = 0.8  # of the lengths' logarithm
 SHARE = 0.4  # mean / longest, at most
 UNLIMITED = 1 << 40  # tokens in a micro-batch
@@ -113,25 +111,8 @@ def measure(job: Job, reference: Path) -> Measures:
 
 
 def run(job: Job) -> Measures:
-    """The measures of one process. Forked, not started: importing torch takes longer than most steps do. Raises
-    AsyncRLError with what went wrong there, or when it takes too long."""
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=answer, args=(theirs, job, os.getpid()), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(ARM_TIMEOUT_S):
-            raise AsyncRLError(f"a measurement took more than {ARM_TIMEOUT_S:.0f} s: {job}")
-        said = msgspec.json.decode(ours.recv_bytes(), type=dict[str, float] | str)
-    except EOFError as error:
-        raise AsyncRLError(f"a measurement died: {job}") from error
-    finally:
-        process.kill()
-        process.join(END_S)
-    if isinstance(said, str):
-        raise AsyncRLError(said)
-    return said
+    """The measures of one process. Raises AsyncRLError with what went wrong there."""
+    return measured_apart(partial(work, job), ARM_TIMEOUT_S, job)
 
 
 def cells(folder: Path, scale: Scale, seed: int) -> list[Cell]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,13 +12,9 @@ import torch
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.run.bench import Measures
-from async_rl.run.process import die_with_parent
 from trainer.backend import Sample
+from trainer.bench_memory import MIB, map_large_tensors, process_bytes, start_of_peak
 from trainer.torch_backend import TorchBackend
-
-MIB = 1 << 20
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-MAPPED_BYTES = 256 << 10
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,19 +59,10 @@ def batch(lengths: list[int], vocabulary: int) -> list[Sample]:
 _PER_TOKEN = set(Sample._fields) - {"tokens", "behaviour", "mask", "advantage", "attempt", "group"}
 
 
-def answer(connection: Connection, job: Job, parent: int) -> None:
-    """What the process does: send the measures as JSON, or what went wrong as a string. It ends with its `parent`."""
-    die_with_parent(parent)
-    try:
-        said: Measures | str = work(job)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    connection.send_bytes(msgspec.json.encode(said))
-
-
 def work(job: Job) -> Measures:
+    """What the process does."""
     if job.mapped:
-        _map_large_tensors()
+        map_large_tensors()
     trainer = TrainerConfig(
         # Without these the optimiser's first moment is the gradient, and that is how the gradient is read.
         beta1=0.0,
@@ -95,9 +79,9 @@ def work(job: Job) -> Measures:
     _fill(backend)
     backend.step(batch([16, 24], job.vocabulary), 0.0)  # what libraries set up once is not a step's
     samples = batch(job.lengths, job.vocabulary)
-    before = _start_of_peak()
+    before = start_of_peak()
     backend.step(samples, 0.0)
-    peak = _resident("VmHWM") - before
+    peak = process_bytes("VmHWM") - before
     states = [
         backend.learnable.optimizer.state[parameter]["exp_avg"] for parameter in backend.learnable.parameters.values()
     ]
@@ -110,32 +94,9 @@ def work(job: Job) -> Measures:
     return {"cpu_s": cpu / each, "wall_s": wall / each, "peak_mib": peak / MIB}
 
 
-def _map_large_tensors() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) != 1:
-        raise AsyncRLError("the memory of tensors is measured with glibc's mallopt, which is not there")
-
-
 def _fill(backend: TorchBackend) -> None:
     """A fresh adapter's B is zero, and so is then the gradient of A."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in backend.learnable.parameters.values():
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
-def _start_of_peak() -> int:
-    """Forget the peak so far; returns the bytes resident now."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        raise AsyncRLError(f"peak memory is read from /proc, as Linux has it: {error}") from error
-    return _resident("VmRSS")
-
-
-def _resident(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise AsyncRLError(f"/proc/self/status has no {field}")

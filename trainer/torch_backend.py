@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
@@ -74,7 +75,8 @@ class TorchBackend:
     `temperature` is that of sampling: logits are divided by it in the loss, because behaviour log-probabilities are
     those of the distribution that was sampled from. `dtype` is the model's ("float32", "bfloat16", "float16"); an
     adapter and its optimiser are float32. `device` is "auto", "cpu" or "cuda"; `steps`, how many optimiser steps
-    the run takes, is what the budget of step control is spread over. Raises AsyncRLError."""
+    the run takes, is what the budget of step control is spread over. `model`, if given, is taken as it is in place of
+    the one at `model_path`. Raises AsyncRLError."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class TorchBackend:
         dtype: str = "float32",
         device: str = "auto",
         steps: int = 1,
+        model: PreTrainedModel | None = None,
     ) -> None:
         refuse_several_ranks()
         if algorithm.loss:
@@ -96,7 +99,7 @@ class TorchBackend:
         self.temperature = temperature
         self.model_path = str(model_path)
         self.device = resolve_device(device)
-        self.model = load_model(model_path, dtype)
+        self.model = load_model(model_path, dtype) if model is None else model
         self.model.to(self.device)  # type: ignore[arg-type]
         # No dropout: the policy that is trained must be the one that is served.
         self.model.eval()

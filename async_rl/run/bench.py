@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from async_rl.errors import AsyncRLError
 
@@ -31,6 +32,11 @@ Measures = dict[str, float]
 
 PLAIN_WIDTH = 160  # columns where there is no terminal that says how wide it is
 LIBRARIES = ("torch", "transformers", "pyzmq", "msgspec", "numpy")
+
+
+class Unmeasured(Exception):
+    """Raised by an arm that cannot be measured on this machine: a result like any other, which the table gives in
+    these words."""
 
 
 class Metric(NamedTuple):
@@ -64,19 +70,29 @@ def run_bench(
     settings: Mapping[str, Any],
     console: Console,
 ) -> dict[str, Any]:
-    """Measure everything; returns the document that `finish_bench` prints and writes. Errors of an arm end it."""
+    """Measure everything; returns the document that `finish_bench` prints and writes. Errors of an arm end it, but for
+    Unmeasured, after which it is not tried again."""
     results: list[dict[str, Any]] = []
     for cell in cells:
         if cell.baseline not in {arm.name for arm in cell.arms}:
             raise ValueError(f"cell {cell.name!r}: its baseline {cell.baseline!r} is none of its arms")
         values: dict[str, dict[str, list[float]]] = {arm.name: {} for arm in cell.arms}
+        unmeasured: dict[str, str] = {}
         for index in range(rounds):
             turn = index % len(cell.arms)
             for arm in (*cell.arms[turn:], *cell.arms[:turn]):
+                if arm.name in unmeasured:
+                    continue
                 console.print(f"{cell.name}: round {index + 1} of {rounds}, {arm.name}", style="dim", highlight=False)
-                for key, value in arm.measure().items():
+                try:
+                    measures = arm.measure()
+                except Unmeasured as why:
+                    unmeasured[arm.name] = str(why)
+                    values[arm.name].clear()
+                    continue
+                for key, value in measures.items():
                     values[arm.name].setdefault(key, []).append(float(value))
-        results.append({"cell": cell.name, "baseline": cell.baseline, "arms": values})
+        results.append({"cell": cell.name, "baseline": cell.baseline, "arms": values, "unmeasured": unmeasured})
     return {
         "bench": name,
         "made": made_now(),
@@ -111,7 +127,10 @@ def machine() -> dict[str, Any]:
 
 
 def ratios(cell: Mapping[str, Any], arm: str, metric: Mapping[str, Any]) -> list[float]:
-    """Of an arm to its cell's baseline, round by round, so that above 1 is better."""
+    """Of an arm to its cell's baseline, round by round, so that above 1 is better; none if one of them could not be
+    measured."""
+    if {arm, cell["baseline"]} & set(cell.get("unmeasured", ())):
+        return []
     of, base = cell["arms"][arm][metric["key"]], cell["arms"][cell["baseline"]][metric["key"]]
     pairs = [(a, b) if metric["better"] == "higher" else (b, a) for a, b in zip(of, base, strict=True)]
     return [a / b if b else float("inf") for a, b in pairs]
@@ -163,7 +182,16 @@ def bench_main(main: Callable[[argparse.Namespace, Console], None], parser: argp
 def bench_tables(document: Mapping[str, Any]) -> Group:
     """A table for each cell: medians with their spread over the rounds; `ratio` is the median of the within-round
     ratios of the first metric to the cell's baseline, above 1 meaning better."""
-    return Group(*(_cell_table(cell, document) for cell in document["cells"]))
+    parts: list[Table | Text] = []
+    for cell in document["cells"]:
+        parts += [_cell_table(cell, document), *(Text(f"{line}\n") for line in remarks(cell))]
+    return Group(*parts)
+
+
+def remarks(cell: Mapping[str, Any]) -> list[str]:
+    """What is said below a cell's table: which arms could not be measured, and what a benchmark has put into the
+    cell's "remarks"."""
+    return [*(f"{arm}: {why}" for arm, why in cell.get("unmeasured", {}).items()), *cell.get("remarks", [])]
 
 
 def _cell_table(cell: Mapping[str, Any], document: Mapping[str, Any]) -> Table:
@@ -194,8 +222,10 @@ def comparison_tables(old: Mapping[str, Any], new: Mapping[str, Any]) -> Group:
             table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
         for arm in cell["arms"]:
             if arm != cell["baseline"] and arm in earlier["arms"]:
-                then, now = median(ratios(earlier, arm, metric)), median(ratios(cell, arm, metric))
-                table.add_row(arm, f"{then:.3g}", f"{now:.3g}", f"{now / then:.2f}")
+                then, now = ratios(earlier, arm, metric), ratios(cell, arm, metric)
+                if then and now:
+                    change = median(now) / median(then)
+                    table.add_row(arm, f"{median(then):.3g}", f"{median(now):.3g}", f"{change:.2f}")
         tables.append(table)
     if not tables:
         return Group("nothing to compare: no cell with the same baseline is in both")

@@ -32,8 +32,9 @@ DEFAULT_DIRECTORY = RUNS / LATEST
 BENCH_HELP = (
     "Measure a part against its baseline, in one run: async-rl bench NAME --help shows its options. transport: the "
     "link against raw ZeroMQ; push: adapters to nodes; rollout: the engine against generate; packing: a training step "
-    "without padding; kernels: a sketched layer's operations against the machine's ceiling; pipeline: the whole loop "
-    "against lock-step; rules: the buffer's cost per trajectory; staleness: learning from old data, by correction."
+    "without padding; train: a training step of AdamW, LoRA and sketches; kernels: a sketched layer's operations "
+    "against the machine's ceiling; pipeline: the whole loop against lock-step; rules: the buffer's cost per "
+    "trajectory; staleness: learning from old data, by correction."
 )
 
 EPILOG = """\
@@ -53,6 +54,7 @@ BENCHES = {
     "push": ("inference.bench_push", "inference"),
     "rollout": ("inference.bench_rollout", "inference"),
     "packing": ("trainer.bench_packing", "trainer"),
+    "train": ("trainer.bench_train", "trainer"),
     "kernels": ("trainer.bench_kernels", "trainer"),
     "pipeline": ("async_rl.run.bench_pipeline", ""),
     "staleness": ("async_rl.run.bench_staleness", "trainer"),

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rl.run.bench import ratios, spread
+from async_rl.run.bench import ratios, remarks, spread
 from async_rl.run.bench_pipeline import ideal_lines
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ def _table(cell: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]:
         ratio = "baseline" if arm == cell["baseline"] else spread(ratios(cell, arm, metrics[0]), 3)
         row = [spread(values.get(metric["key"]), metric["digits"]) for metric in metrics]
         lines.append(f"| {arm} | {ratio} | " + " | ".join(row) + " |")
-    return [*lines, ""]
+    return [*lines, "", *(f"- {line}" for line in remarks(cell)), *([""] if remarks(cell) else [])]
 
 
 if __name__ == "__main__":

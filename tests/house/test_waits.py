@@ -26,7 +26,7 @@ HARMLESS = {
     ("inference/bench_push_arms.py", "listener.accept()"): "the listener has a time-out",
     ("inference/bench_push_receiver.py", "pipe.recv_bytes()"): "it dies with the benchmark, which waits with a limit",
     ("inference/bench_push_receiver.py", "self._socket.recv_into(into[received:])"): "the socket has a time-out",
-    ("trainer/bench_packing.py", "ours.recv_bytes()"): "poll with a limit found something in it",
+    ("trainer/bench_process.py", "ours.recv_bytes()"): "poll with a limit found something in it",
     ("buffer/bench_transport_arms.py", "endpoint.get()"): "something is in it",
     ("buffer/bench_transport_arms.py", "socket.recv()"): "its crew, which waits with a limit, kills it",
     ("buffer/bench_transport_arms.py", "queue.get()"): "its crew, which waits with a limit, kills it",
