@@ -63,7 +63,8 @@ class Sampler:
 
     def _serve(self, policy: PolicyId, adapter: Path) -> None:
         self._engine.install(policy, adapter)
-        self._engine.flip(policy, "finish")
+        # Nothing is in flight, so it is all the same; but an engine with one copy of the weights does not offer finish.
+        self._engine.flip(policy, "recompute")
         for other, uses in list(self._engine.resident.items()):
             if other != policy and not uses:
                 self._engine.evict(other)

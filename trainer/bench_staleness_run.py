@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
@@ -203,18 +204,31 @@ def prepared(config: Config, drawn: Received, backend: Backend) -> TrainingBatch
     return batch
 
 
+def sampling(config: str, cell: Cell) -> tuple[str, ...]:
+    """The arguments of the cell's sampling process: policies that are the model's own weights need another engine than
+    adapters do, and one of the weights' own precision."""
+    arguments = [config, f"inference.slots={SLOTS}", "inference.compile=never"]
+    if cell.settings.get("trainer.kind", "lora") != "lora":
+        arguments += ["trainer.kind=full", "inference.in_flight=recompute"]
+    arguments += [f"{key}={cell.settings[key]}" for key in ("model.dtype", "inference.dtype") if key in cell.settings]
+    return tuple(arguments)
+
+
 def main(config: str) -> None:
     follow_parent()
     torch.set_num_threads(1)
     tasks, answer = take_over_pipes()
-    arguments = [config, f"inference.slots={SLOTS}", "inference.compile=never"]
     try:
-        with Child(SAMPLER, arguments, child_environment()) as sampler:
+        with ExitStack() as stack:
+            samplers: dict[tuple[str, ...], Child] = {}
             decoder = msgspec.msgpack.Decoder(Task)
             for body in tasks:
                 task = decoder.decode(body)
+                arguments = sampling(config, task.cell)
+                if arguments not in samplers:
+                    samplers[arguments] = stack.enter_context(Child(SAMPLER, arguments, child_environment()))
                 with tempfile.TemporaryDirectory(prefix="async-rl-bench-") as folder:
-                    answer(run(task.scale, task.cell, sampler, Path(folder)))
+                    answer(run(task.scale, task.cell, samplers[arguments], Path(folder)))
     except AsyncRLError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

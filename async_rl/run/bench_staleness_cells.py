@@ -82,13 +82,15 @@ def evaluated_at(scale: Scale) -> list[int]:
 
 
 def overrides_of(scale: Scale, cell: Cell) -> list[str]:
-    """The cell as `--set` arguments of the config. The rate is constant; the bound is what the oldest token needs."""
+    """The cell as `--set` arguments of the config. The rate is constant; the bound is what the oldest token needs. The
+    sketch's rate is its update ratio."""
+    rate = "update_ratio" if cell.settings.get("trainer.kind") == "sketch" else "learning_rate"
     settings: dict[str, Any] = {
         "run.seed": cell.seed,
         "buffer.groups_per_step": scale.groups,
         "buffer.group_size": scale.group_size,
         "buffer.max_staleness": cell.lag + cell.reuse - 1,
-        "trainer.learning_rate": cell.learning_rate,
+        f"trainer.{rate}": cell.learning_rate,
         "trainer.warmup_steps": 0,
         "trainer.final_learning_rate": 1.0,
         **cell.settings,

@@ -61,8 +61,9 @@ class StepControl:
         the same prediction at the length taken, `realised_kl`, what it became; `kl_budget`, less the engines'
         `mismatch`; and `step_scale`.
 
-        Raises FloatingPointError when a divergence cannot be computed; weights, optimiser and control are then, or
-        when anything else is raised, as before."""
+        Raises FloatingPointError when the divergence cannot be predicted; weights, optimiser and control are then, or
+        when anything else is raised before the step is taken, as before. Raises it too when what the step has become is
+        not finite: then the weights have moved."""
         state, config = self._state, self._config
         mismatch = smoothed(state.mismatch, fmean(state.observed)) if state.observed else state.mismatch
         budget = left_of(budget_at(state.steps, self._run_steps, config.budget, config.final_budget), mismatch)
@@ -72,10 +73,6 @@ class StepControl:
             probe = self._probe(samples, proposal)
             predicted, before = self._predict(probe, proposal)
             scale = scale_for(predicted, budget, config.max_scale)
-            learnable.take(proposal, scale)
-            realised = probe.realised(before, probe.outputs())
-            if not math.isfinite(realised):
-                raise FloatingPointError(f"the divergence after the step is {realised}")
         except BaseException as error:
             restore()
             if isinstance(error, FloatingPointError):
@@ -83,6 +80,15 @@ class StepControl:
                     f"step control, after {state.steps} optimiser steps: {error}; weights and optimiser are unchanged"
                 ) from error
             raise
+        # From here on there is nothing to go back to: a kind whose own weights move would have to copy all of them.
+        del restore
+        learnable.take(proposal, scale)
+        realised = probe.realised(before, probe.outputs())
+        if not math.isfinite(realised):
+            raise FloatingPointError(
+                f"step control, after {state.steps} optimiser steps: the next was taken, and its divergence is "
+                f"{realised}"
+            )
         self._state = ControlState(state.steps + 1, mismatch)
         return {
             "predicted_kl": predicted,

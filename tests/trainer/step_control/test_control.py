@@ -15,6 +15,7 @@ from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.trainer_config import StepControlConfig
 from trainer.backend import Sample
+from trainer.sketch.weights import _Snapshot
 from trainer.step_control.predicted import Prediction, Predictor
 from trainer.step_control.probe import Probe
 from trainer.torch_backend import TorchBackend
@@ -156,25 +157,43 @@ def test_a_step_at_scale_one_is_the_step_without_control(path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["predict", "realise"])
-def test_a_step_that_cannot_be_predicted_or_looked_at_changes_nothing(
-    path: Path, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_cannot_be_predicted_changes_nothing(
+    path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = batch()
     backend = make(path, kind, {})
     backend.step(samples, 1e-4)
     before, state = everything(backend), backend.control and backend.control.state()
     with monkeypatch.context() as patch:
-        if where == "predict":
-            patch.setattr(Predictor, "_predict", lambda *_: Prediction(math.inf, []))
-        else:
-            patch.setattr(Probe, "realised", lambda *_: math.nan)
+        patch.setattr(Predictor, "_predict", lambda *_: Prediction(math.inf, []))
         with pytest.raises(FloatingPointError, match=r"step control, after 1 optimiser steps: .*unchanged"):
             backend.step(samples, 1e-2)
     assert same(everything(backend), before)
     assert backend.control is not None
     assert backend.control.state() == state
     assert not backend.step(samples, 1e-4).skipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_ruins_the_policy_says_that_it_was_taken(
+    path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make(path, kind, {})
+    monkeypatch.setattr(Probe, "realised", lambda *_: math.nan)
+    with pytest.raises(FloatingPointError, match=r"after 0 optimiser steps: the next was taken"):
+        backend.step(batch(), 1e-2)
+
+
+def test_a_controlled_step_copies_no_weights(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make(path, "sketch", {})
+    copied: list[object] = []
+    monkeypatch.setattr(_Snapshot, "keep_weights", lambda kept: copied.append(kept))
+    backend.step(batch(), 1e-4)
+    assert not copied
+    kept = backend.learnable.snapshot()
+    backend.step(batch(), 1e-4)
+    assert copied  # where somebody may go back, they are
+    kept()
 
 
 def test_when_a_later_part_of_a_batch_fails_the_control_goes_back_too(
