@@ -62,8 +62,9 @@ def limit_memory(device: torch.device, limit: int) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether that is what an allocator of torch raised."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether that is what an allocator raised: torch's own, CUDA's, or cuBLAS's for its workspace."""
+    said = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
 
 
 # --- of a step -------------------------------------------------------------------------------------------------------

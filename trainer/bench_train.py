@@ -41,7 +41,7 @@ MEMORY = [
     Metric("weights_mib", "weights", "lower"),
     Metric("gradients_mib", "gradients", "lower"),
     Metric("optimiser_mib", "optimiser", "lower"),
-    Metric("activations_mib", "saved", "lower"),
+    Metric("activations_mib", "activations", "lower"),
     Metric("peak_mib", "peak", "lower"),
     Metric("push_mb", "push MB", "lower"),
 ]

@@ -30,7 +30,7 @@ from async_rl.errors import AsyncRLError
 Measures = dict[str, float]
 """One measurement by metric key."""
 
-PLAIN_WIDTH = 160  # columns where there is no terminal that says how wide it is
+PLAIN_WIDTH = 200  # columns where there is no terminal that says how wide it is
 LIBRARIES = ("torch", "transformers", "pyzmq", "msgspec", "numpy")
 
 

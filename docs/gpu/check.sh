@@ -20,6 +20,7 @@ if [[ $device == cpu ]]; then
     middle=tiny large=tiny quick=--quick
 fi
 export PYTHONPATH=$PWD PYTHONSAFEPATH=1 TOKENIZERS_PARALLELISM=false
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # what fits should not depend on how memory was cut up before
 
 part() { # NAME SECONDS COMMAND ...
     local name=$1 limit=$2
