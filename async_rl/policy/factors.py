@@ -10,7 +10,6 @@ that.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from async_rl.errors import AsyncRLError
-from async_rl.policy.projection import MAX_RANK, ProjectionKey, signs, signs_numpy
+from async_rl.policy.projection import MAX_RANK, ProjectionKey, signs, signs_numpy, triton_runs_on
 from async_rl.policy.rounding import RoundingKey, noise, noise_numpy, round_bfloat16, round_bfloat16_numpy
 
 LARGEST_Q = 32767
@@ -191,11 +190,6 @@ def _check(weight: torch.Tensor, factors: Factors, start: int, total: int, round
         )
     if not 0 <= start <= start + weight.shape[-1] <= total:
         raise AsyncRLError(f"apply: columns {start} … {start + weight.shape[-1]} of {total}")
-
-
-def triton_runs_on(device: torch.device) -> bool:
-    """Whether kernels written in Triton can be run there."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""The exact application on a GPU: a Triton kernel that gives the bits of `factors.apply_`.
+"""The exact application on a GPU: a Triton kernel that gives the bits of `factors.apply_`; and one for signs alone.
 
-The projection's signs are drawn inside the kernel and never stored: one Philox call is 128 of them. q is split into two
-bytes, q = 256·h + l + 128, and both products run on int8 tensor cores and sum in int32, exact whatever the hardware's
-floating-point accumulators do. For weights in bfloat16 the rounding stream is drawn inside as well.
+The projection's signs are drawn inside the kernel that applies, and not stored: one Philox call is 128 of them. q is
+split into two bytes, q = 256·h + l + 128, and both products run on int8 tensor cores and sum in int32, exact whatever
+the hardware's floating-point accumulators do. For weights in bfloat16 the rounding stream is drawn inside as well.
 
-Import this module only where Triton is installed (factors.triton_runs_on asks).
+Import this module only where Triton is installed (projection.triton_runs_on asks).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ TILE_ROWS = 32
 TILE_COLUMNS = 128
 TILE_RANK = 32  # the shortest sum that int8 tensor cores take
 WARPS = 8  # with fewer, or taller tiles, sums do not fit into the registers, or leave no room for a second tile
+DRAWN_ROWS, DRAWN_COLUMNS = 16, 512  # of a tile of signs alone: 64 Philox calls
 
 
 @triton.jit
@@ -40,6 +41,29 @@ def sign_bits(
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (rows, calls * 4, 1))  # joined last axes count a, b, c, d
     bits = (words >> tl.arange(0, 32).to(tl.uint32)[None, None, :]) & 1
     return tl.reshape(bits, (rows, columns))
+
+
+@triton.jit(do_not_specialize=["key0", "key1"])
+def _signs_kernel(
+    out: tl.tensor,
+    rank: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+) -> None:
+    """One tile of the signs of the global columns start … start + count − 1, int8 [rank, count] contiguous. Tiles begin
+    at global columns that are multiples of tile_columns, so that each draws whole Philox calls."""
+    row = tl.program_id(1) * tile_rows + tl.arange(0, tile_rows)
+    first_column = (start // tile_columns + tl.program_id(0)) * tile_columns
+    column = first_column - start + tl.arange(0, tile_columns)
+    first_call, first_row = first_column // 128, tl.program_id(1) * tile_rows
+    bits = sign_bits(key0.to(tl.uint32), key1.to(tl.uint32), first_call, first_row, tile_rows, tile_columns)
+    inside = (row < rank)[:, None] & ((column >= 0) & (column < count))[None, :]
+    places = out + row.to(tl.int64)[:, None] * count + column[None, :]
+    tl.store(places, (2 * bits.to(tl.int32) - 1).to(tl.int8), mask=inside)
 
 
 @triton.jit
@@ -189,6 +213,24 @@ def apply_(
         tile_rank=TILE_RANK,
         num_warps=WARPS,
     )
+
+
+def signs(key: Key, rank: int, start: int, stop: int, device: torch.device | str) -> torch.Tensor:
+    """projection.signs, whose checks have been made: in one launch."""
+    drawn = torch.empty(rank, stop - start, dtype=torch.int8, device=device)
+    if not drawn.numel():
+        return drawn
+    first, last = start // DRAWN_COLUMNS, -(-stop // DRAWN_COLUMNS)
+    _signs_kernel[(last - first, triton.cdiv(rank, DRAWN_ROWS))](
+        drawn,
+        rank,
+        stop - start,
+        start,
+        *words(key),
+        tile_rows=DRAWN_ROWS,
+        tile_columns=DRAWN_COLUMNS,
+    )
+    return drawn
 
 
 def words(key: Key) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ the owner of some columns draws those alone.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -66,9 +68,16 @@ def signs_numpy(key: ProjectionKey, rank: int, start: int, stop: int) -> np.ndar
 
 def signs(key: ProjectionKey, rank: int, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """torch.int8 [rank, stop − start] of ±1 on `device`: the same bits as signs_numpy, which draws them on a CPU, where
-    for a small layer most of the time is what a call costs: a third of torch's."""
-    if torch.device(device).type == "cpu":
+    for a small layer most of the time is what a call costs: a third of torch's. On a GPU Triton draws them, where it
+    is installed, in one launch."""
+    device = torch.device(device)
+    if device.type == "cpu":
         return torch.from_numpy(signs_numpy(key, rank, start, stop))
+    if triton_runs_on(device):
+        from async_rl.policy import kernels
+
+        check_range(rank, start, stop)
+        return kernels.signs(key, rank, start, stop, device)
     return signs_torch(key, rank, start, stop, device)
 
 
@@ -81,6 +90,16 @@ def signs_torch(key: ProjectionKey, rank: int, start: int, stop: int, device: to
     counter[..., 1] = torch.arange(rank, device=device)[:, None]
     words = philox4x32_torch(counter, key)
     octets = ((words[..., None] >> torch.arange(0, WORD_BITS, 8, device=device)) & 0xFF).flatten()
-    table = torch.from_numpy(SIGNS_OF_BYTE).to(device)
-    drawn = table.index_select(0, octets).reshape(rank, (last - first) * CALL_BITS)
+    drawn = _signs_of_byte(torch.device(device)).index_select(0, octets).reshape(rank, (last - first) * CALL_BITS)
     return drawn[:, start - first * CALL_BITS : stop - first * CALL_BITS]
+
+
+@cache
+def _signs_of_byte(device: torch.device) -> torch.Tensor:
+    """The table there: copied once, because a copy to a device waits for all that the device has still to do."""
+    return torch.from_numpy(SIGNS_OF_BYTE).to(device)
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether kernels written in Triton can be run there."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None

@@ -12,8 +12,8 @@ from itertools import product
 
 import torch
 
-from async_rl.policy.factors import apply_, encode, triton_runs_on
-from async_rl.policy.projection import signs
+from async_rl.policy.factors import apply_, encode
+from async_rl.policy.projection import signs, triton_runs_on
 from trainer.kernels.sketching import accumulate_, project
 
 KEY, ROUNDING = (1234567, 89), (5, 4_000_000_000)
@@ -34,6 +34,13 @@ def same_weights(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...
     apply_(there, type(factors)(*(each.to(device) for each in factors)), KEY, **columns, rounding=rounding)
     pattern = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(weight.view(pattern), there.cpu().view(pattern)), f"apply: {dtype}, {shape}, rank {rank}"
+
+
+def same_signs(device: torch.device, rank: int, columns: int) -> None:
+    """Drawn by the CPU and there: a whole projection, and a part that begins within a Philox call."""
+    for start in (0, 77):
+        drawn = signs(KEY, rank, start, columns, device).cpu()
+        assert torch.equal(drawn, signs(KEY, rank, start, columns)), f"signs: rank {rank}, columns {start} … {columns}"
 
 
 def close_products(device: torch.device, dtype: torch.dtype, tokens: int, layer: tuple[int, int, int]) -> None:
@@ -59,6 +66,8 @@ def main() -> None:
     assert device.type == "cpu" or triton_runs_on(device), "Triton is not installed, so there is no kernel to compare"
     layers = LAYERS[:2] if device.type == "cpu" else LAYERS
     torch.manual_seed(0)
+    for _, columns, rank in layers:
+        same_signs(device, rank, columns)
     for dtype in (torch.float32, torch.bfloat16):
         for (rows, columns, rank), start in product(layers, (0, 5)):
             same_weights(device, dtype, (rows, columns), rank, start)

@@ -51,6 +51,14 @@ def test_the_application_compiles_with_sums_on_int8_tensor_cores(weight: str, sh
     assert ".s32.s8.s8.s32" in code or ".s32.s8.s8" in code
 
 
+def test_signs_alone_compile_to_stores_of_several_at_once() -> None:
+    from async_rl.policy import kernels
+
+    tiles = {"tile_rows": kernels.DRAWN_ROWS, "tile_columns": kernels.DRAWN_COLUMNS}
+    code = compiled(kernels._signs_kernel, {"out": "*i8"}, tiles).asm["ptx"]
+    assert "st.global.v4" in code
+
+
 @pytest.mark.parametrize(("dtype", "rank"), [("bf16", 16), ("bf16", 128), ("fp32", 16), ("fp32", 64)])
 def test_the_products_of_a_sketch_compile_with_loads_ahead(dtype: str, rank: int) -> None:
     import triton.language as tl

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from async_rl.policy.factors import triton_runs_on, whole_float32
-from async_rl.policy.projection import ProjectionKey
+from async_rl.policy.factors import whole_float32
+from async_rl.policy.projection import ProjectionKey, triton_runs_on
 
 
 def project(

@@ -1,6 +1,7 @@
 """The projections A of all blocks at one draw: made when first needed, forgotten at the next draw, never stored.
 
-What is kept until then, where no kernel draws signs as it needs them, are the signs, a byte each.
+What is kept until then are the signs, a byte each, where no kernel draws them as it needs them; and elsewhere the
+products A Aᵀ.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class Projections:
         self.update = update
         self._device = device
         self._signs: dict[str, torch.Tensor] = {}
+        self._grams: dict[str, torch.Tensor] = {}
 
     def draw(self, update: int) -> None:
         """From now on those of `update`."""
         if update != self.update:
             self.update = update
             self._signs.clear()
+            self._grams.clear()
 
     def key(self, name: str) -> ProjectionKey:
         """What the projection of `name` is drawn by: a kernel draws it again rather than read it."""
@@ -43,13 +46,22 @@ class Projections:
         return found
 
     def gram(self, name: str, rank: int, columns: int) -> torch.Tensor:
-        """A Aᵀ: float64 [rank, rank]. Inner products of signs are integers, exact in float32 up to 2²⁴ columns."""
+        """A Aᵀ: float64 [rank, rank]. Kept until the next draw where the signs are not."""
+        found = self._grams.get(name)
+        if found is None:
+            found = self._products(name, rank, columns)
+            if name not in self._signs:
+                self._grams[name] = found
+        return found.double() / rank
+
+    def _products(self, name: str, rank: int, columns: int) -> torch.Tensor:
+        """Of the signs: float32 [rank, rank], integers, which it holds exactly up to 2²⁴ columns."""
         total = torch.zeros(rank, rank, dtype=torch.float32, device=self._device)
         with whole_float32():
             for start in range(0, columns, GRAM_COLUMNS):
                 part = self._some(name, rank, start, min(start + GRAM_COLUMNS, columns)).float()
                 total += part @ part.T
-        return total.double() / rank
+        return total
 
     def _some(self, name: str, rank: int, start: int, stop: int) -> torch.Tensor:
         """Signs of some columns, and not kept if they were not before."""

@@ -9,7 +9,7 @@ from golden_updates import ENDS, SENT, Key, after_ten_updates, bits
 from interpreted import DEVICE, passes_interpreted, runs_kernels
 
 from async_rl.policy.factors import Factors, apply_numpy, encode
-from async_rl.policy.projection import projection_key
+from async_rl.policy.projection import projection_key, signs_numpy
 from async_rl.policy.rounding import rounding_key
 
 KEY = projection_key(1, 2, "layer")
@@ -65,6 +65,20 @@ def test_the_kernel_gives_numpys_bits(shape: tuple[int, ...], rank: int, dtype: 
     expected = by_numpy(weight, factors)
     by_kernel(on_device := weight.to(DEVICE), factors)
     assert np.array_equal(bits(on_device), expected)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("rank", "start", "stop"),
+    [(1, 0, 1), (5, 0, 300), (16, 0, 512), (17, 0, 1025), (33, 127, 130), (3, 511, 1537), (2, 640, 640)],
+)
+def test_the_kernel_draws_numpys_signs(rank: int, start: int, stop: int) -> None:
+    from async_rl.policy import kernels
+
+    drawn = kernels.signs(KEY, rank, start, stop, DEVICE)
+    assert drawn.dtype == torch.int8
+    assert drawn.is_contiguous()
+    assert np.array_equal(drawn.cpu().numpy(), signs_numpy(KEY, rank, start, stop))
 
 
 @runs_kernels

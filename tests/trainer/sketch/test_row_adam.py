@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +108,23 @@ def test_the_products_norm_is_that_of_the_dense_product() -> None:
         torch.testing.assert_close(gram, a @ a.T)
         wanted = float((direction.double() @ a).square().sum())
         assert float(product_energy(direction, gram)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_projections_product_is_formed_once_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        drawn.append(args)
+        return signs(*args)
+
+    monkeypatch.setattr("trainer.sketch.projections.signs", counted)
+    projections = Projections(1, 2, torch.device("cpu"))
+    first = projections.gram("w", 7, 301)
+    assert torch.equal(projections.gram("w", 7, 301), first)
+    assert len(drawn) == 1
+    projections.draw(3)
+    assert not torch.equal(projections.gram("w", 7, 301), first)
+    assert len(drawn) == 2
 
 
 def test_the_weights_norm_is_summed_block_by_block() -> None:
