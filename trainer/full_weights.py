@@ -22,6 +22,7 @@ class FullWeights(AdamW):
     count once."""
 
     has_base = False
+    rounds = False  # to the nearest: what is too small is lost, and nothing is added
 
     def __init__(self, model: PreTrainedModel, trainer: TrainerConfig, model_path: str) -> None:
         self.model = model

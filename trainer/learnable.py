@@ -46,6 +46,10 @@ class Learnable(Protocol):
     def has_base(self) -> bool:
         """Whether the base model can still be computed: with LoRA, by `trainer.lora.adapter_off`."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether storing a step adds noise to it: weights narrower than float32, rounded stochastically."""
+
     def zero(self) -> None:
         """Forget what was accumulated."""
 

@@ -27,6 +27,7 @@ class LoraWeights(AdamW):
     TargetError and LoraError."""
 
     has_base = True
+    rounds = False
 
     def __init__(self, model: PreTrainedModel, trainer: TrainerConfig, seed: int, model_path: str) -> None:
         self.model = model

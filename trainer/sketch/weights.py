@@ -55,6 +55,7 @@ class SketchWeights:
         self.blocks, self.sketches, self.projections = attach_sketches(model, trainer, seed)
         log.info("sketches:\n%s", table(self.blocks))
         self.storage = _storage(self.parameters)
+        self.rounds = self.storage == "bfloat16"
         _check_momentum(self)
         self.embeddings = _embeddings(model, trainer)
         self.modules = tuple(sorted(self.parameters))

@@ -30,12 +30,27 @@ def left_of(budget: float, mismatch: float) -> float:
     return max(budget - mismatch, FLOOR * budget)
 
 
-def scale_for(divergence: float, budget: float, largest: float) -> float:
+def noise_of(applied: float, realised: float, length: float) -> float:
+    """What rounding the weights stochastically costs, in nats for each unit of a step's `length`, by one step that was
+    taken: what was realised beyond what was `applied`. The variance of a weight that is rounded is |δ| (ulp − |δ|) for
+    a change δ: while changes are small it grows with the length, and so does the divergence that comes of it."""
+    return max(realised - applied, 0.0) / length if length > 0 else 0.0
+
+
+def averaged(noise: float | None, seen: float) -> float:
+    """The running mean of it, after one more step; None before the first."""
+    return seen if noise is None else KEPT * noise + (1.0 - KEPT) * seen
+
+
+def scale_for(divergence: float, budget: float, largest: float, noise: float = 0.0) -> float:
     """How many times as long as proposed a step is to be, at most `largest`, when the proposal's predicted divergence
-    grows with the square of its length. A proposal that changes nothing is left as it is. Raises FloatingPointError
-    for a divergence that cannot be one."""
+    grows with the square of its length, and that of storing it (`noise`, of the step as proposed) with its length: the
+    positive root s of divergence·s² + noise·s = budget. A proposal that changes nothing is left as it is. Raises
+    FloatingPointError for a divergence that cannot be one."""
     if not (math.isfinite(divergence) and divergence >= 0):
         raise FloatingPointError(f"predicted divergence {divergence}")
     if divergence == 0:
         return min(1.0, largest)
-    return min(largest, math.sqrt(budget / divergence))
+    # Divided this way round nothing cancels; and what is too small for its square is no reason to divide by it.
+    half = math.hypot(noise / 2, math.sqrt(divergence) * math.sqrt(budget)) + noise / 2
+    return min(largest, budget / half) if half > 0 else largest

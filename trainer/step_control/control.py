@@ -18,9 +18,10 @@ from async_rl.trajectory import MaskReason
 from trainer.backend import Sample
 from trainer.learnable import Learnable, Proposal
 from trainer.logprobs import Scorer
-from trainer.step_control.budget import budget_at, left_of, scale_for, smoothed
+from trainer.step_control.budget import averaged, budget_at, left_of, noise_of, scale_for, smoothed
 from trainer.step_control.predicted import Predictor
 from trainer.step_control.probe import Probe
+from trainer.step_control.widened import in_float32
 
 LEAST_PLACES = 64  # of a response are looked at, even when its prompt alone is longer than what it may take
 
@@ -28,12 +29,14 @@ log = logging.getLogger("trainer")
 
 
 class ControlState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes on after a resume: steps taken, the running mean of the engines' divergence (nats a token), and what
-    was observed of it since the last step."""
+    """What goes on after a resume: steps taken, the running mean of the engines' divergence (nats a token), what
+    was observed of it since the last step, and the running mean of what rounding costs (nats a token for each unit of
+    a step's length, which is scale times rate); None before the first step of weights that round."""
 
     steps: int = 0
     mismatch: float = 0.0
     observed: tuple[float, ...] = ()
+    noise: float | None = None
 
 
 class StepControl:
@@ -59,7 +62,9 @@ class StepControl:
 
         Metrics, in nats a token at a few of the batch's places: `predicted_kl` of the step as proposed, `applied_kl`,
         the same prediction at the length taken, `realised_kl`, what it became; `kl_budget`, less the engines'
-        `mismatch`; and `step_scale`.
+        `mismatch`; and `step_scale`. Where storing
+        a step adds noise (`Learnable.rounds`), `noise_kl` is what of the budget was left to that, and `realised_kl` is
+        of the weights alone, as float32 arithmetic sees them.
 
         Raises FloatingPointError when the divergence cannot be predicted; weights, optimiser and control are then, or
         when anything else is raised before the step is taken, as before. Raises it too when what the step has become is
@@ -67,12 +72,15 @@ class StepControl:
         state, config = self._state, self._config
         mismatch = smoothed(state.mismatch, fmean(state.observed)) if state.observed else state.mismatch
         budget = left_of(budget_at(state.steps, self._run_steps, config.budget, config.final_budget), mismatch)
+        noise = (state.noise or 0.0) * rate
         restore = learnable.snapshot()
         try:
             proposal = learnable.propose(norm, rate)
             probe = self._probe(samples, proposal)
             predicted, before = self._predict(probe, proposal)
-            scale = scale_for(predicted, budget, config.max_scale)
+            scale = scale_for(predicted, budget, config.max_scale, noise)
+            if learnable.rounds:
+                before = in_float32(probe.outputs)
         except BaseException as error:
             restore()
             if isinstance(error, FloatingPointError):
@@ -83,21 +91,24 @@ class StepControl:
         # From here on there is nothing to go back to: a kind whose own weights move would have to copy all of them.
         del restore
         learnable.take(proposal, scale)
-        realised = probe.realised(before, probe.outputs())
+        realised = probe.realised(before, in_float32(probe.outputs) if learnable.rounds else probe.outputs())
         if not math.isfinite(realised):
             raise FloatingPointError(
                 f"step control, after {state.steps} optimiser steps: the next was taken, and its divergence is "
                 f"{realised}"
             )
-        self._state = ControlState(state.steps + 1, mismatch)
-        return {
+        applied = predicted * scale * scale
+        seen = averaged(state.noise, noise_of(applied, realised, scale * rate)) if learnable.rounds else None
+        self._state = ControlState(state.steps + 1, mismatch, noise=seen)
+        metrics = {
             "predicted_kl": predicted,
-            "applied_kl": predicted * scale * scale,
+            "applied_kl": applied,
             "realised_kl": realised,
             "step_scale": scale,
             "kl_budget": budget,
             "mismatch": mismatch,
         }
+        return metrics if seen is None else metrics | {"noise_kl": noise * scale}
 
     def _probe(self, samples: Sequence[Sample], proposal: Proposal) -> Probe:
         """A few segments of the batch, the same ones whenever the same step is taken again."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.step_control.budget import FLOOR, budget_at, left_of, scale_for, smoothed
+from trainer.step_control.budget import FLOOR, averaged, budget_at, left_of, noise_of, scale_for, smoothed
 
 BUDGETS = st.floats(1e-8, 1.0)
 DIVERGENCES = st.floats(0.0, 1e6)
@@ -63,8 +63,37 @@ def test_the_scaled_step_meets_its_budget_or_is_as_long_as_it_may_be(
     assert scale == largest or applied == pytest.approx(budget)
 
 
+@given(st.floats(1e-12, 1e6), BUDGETS, st.floats(0.5, 10.0), DIVERGENCES)
+def test_with_what_storing_it_costs_the_scaled_step_meets_its_budget_too(
+    divergence: float, budget: float, largest: float, noise: float
+) -> None:
+    scale = scale_for(divergence, budget, largest, noise)
+    assert 0 < scale <= scale_for(divergence, budget, largest)
+    used = divergence * scale * scale + noise * scale
+    assert used <= budget * (1 + 1e-9)
+    assert scale == largest or used == pytest.approx(budget)
+
+
+@given(st.floats(1e-12, 1.0), st.floats(0.0, 1.0), st.floats(1e-9, 1e3))
+def test_what_storing_costs_is_learnt_from_one_step_for_all(predicted: float, noise: float, scale: float) -> None:
+    applied = predicted * scale * scale
+    seen = noise_of(applied, applied + noise * scale, scale)
+    assert seen == pytest.approx(noise, rel=1e-6, abs=1e-9 * predicted * scale)
+
+
+def test_a_step_that_moved_less_than_predicted_or_not_at_all_tells_of_no_noise() -> None:
+    assert noise_of(2e-4, 1e-4, 1.0) == 0.0
+    assert noise_of(0.0, 1e-4, 0.0) == 0.0
+
+
+def test_the_first_step_says_what_storing_costs_and_later_ones_three_parts_in_ten() -> None:
+    assert averaged(None, 2.0) == 2.0
+    assert averaged(1.0, 2.0) == pytest.approx(1.3)
+
+
 def test_a_step_that_changes_nothing_is_left_as_it_is() -> None:
     assert scale_for(0.0, 1e-4, 3.0) == 1.0
+    assert scale_for(0.0, 1e-4, 3.0, noise=1.0) == 1.0  # and nothing of it is stored
     assert scale_for(5e-324, 1e-4, 3.0) == 3.0
 
 
