@@ -78,13 +78,16 @@ class Routes:
         updates = after[: best[1] - (start is not None)]
         return (*(() if start is None else (start,)), *reversed(updates))
 
-    def needed(self, policy: PolicyId) -> list[StoredPolicy]:
+    def needed(self, policy: PolicyId, standing: int = 1) -> list[StoredPolicy]:
         """What makes a policy reachable for whoever joins: the last file in its past that stands alone, and the updates
-        since; without such a file all updates that there are."""
+        since; or the last so many that do. With fewer than that, all that there is."""
         needed: list[StoredPolicy] = []
         for _, alone, update in self.back(policy):
             if alone is not None:
-                return [*needed, alone]
+                needed.append(alone)
+                standing -= 1
+            if standing == 0:
+                break
             if update is not None:
                 needed.append(update)
         return needed
@@ -92,20 +95,18 @@ class Routes:
 
 def expired(stored: Sequence[StoredPolicy], pins: Iterable[PolicyId], max_staleness: int) -> list[StoredPolicy]:
     """The retention rule. Kept are the canary; what is at most max_staleness + 1 behind the newest *announced* version
-    (one more than the bound, for a node whose pull began before the newest arrived); and all that makes these
-    reachable: the newest itself, what is pinned, and what was stored last, with which a trainer that has gone back
-    begins another past of versions to come. `stored` is in the order in which it was stored."""
+    (one more than the bound, for a node whose pull began before the newest arrived); what is pinned; what was stored
+    last, with which a trainer that has gone back begins another past of versions to come; and all that makes these
+    reachable. Of the newest's past also the snapshot before the last one, with the updates since: a node that was
+    pulling them when the last one came has until the next one to finish. `stored` is in the order in which it was
+    stored."""
     policies = [entry for entry in stored if entry.kind != CANARY]
-    if not policies:
+    newest = max(policies, key=lambda entry: entry.order, default=None)
+    if newest is None or not newest.order:
         return []
-    newest = max(policies, key=lambda entry: entry.order)
+    oldest = newest.policy.version - max_staleness - 1
     routes = Routes(policies)
-    reachable = {newest.policy, policies[-1].policy, *pins}
-    needed = {entry.policy for policy in reachable for entry in routes.needed(policy)}
-    return [
-        entry
-        for entry in policies
-        if entry.policy not in reachable
-        and entry.policy not in needed
-        and (entry.policy.version < newest.policy.version - max_staleness - 1 if newest.order else False)
-    ]
+    reachable = {entry.policy for entry in policies if entry.policy.version >= oldest} | {policies[-1].policy, *pins}
+    needed = [entry for policy in reachable for entry in routes.needed(policy)]
+    kept = reachable | {entry.policy for entry in (*needed, *routes.needed(newest.policy, standing=2))}
+    return [entry for entry in policies if entry.policy not in kept]

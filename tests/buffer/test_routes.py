@@ -171,24 +171,39 @@ def test_sweeping_after_every_upload_never_cuts_the_way_to_what_must_be_reachabl
         gone = expired(kept, pins, bound)
         kept = [each for each in kept if each not in gone]
         newest = max(kept, key=lambda each: each.order)
+        window = newest.policy.version - bound - 1
         for policy in (newest.policy, entry.policy, *pins):
             assert Routes(kept).to(policy, None) is not None
         held = {each.policy for each in kept}
-        assert {
-            each.policy for each in stored[: index + 1] if each.policy.version >= newest.policy.version - bound - 1
-        } <= held
+        assert all(Routes(kept).to(each.policy, None) for each in kept if each.policy.version >= window)
+        assert {each.policy for each in stored[: index + 1] if each.policy.version >= window} <= held
 
 
-def test_a_steady_run_keeps_the_last_snapshot_and_what_came_after_it() -> None:
+def steady_run(steps: int, every: int = 10) -> Iterator[tuple[int, list[StoredPolicy]]]:
+    """Each version, and what is kept once it is stored."""
     kept: list[StoredPolicy] = [base()]
-    for version in range(1, 200):
-        if version % 10 == 0:
-            kept.append(whole(version))
-        kept.append(update(version))
-        gone = set(expired(kept, [], 2))
-        kept = [entry for entry in kept if entry not in gone]
-        assert len(kept) <= 14
-    assert versions(tuple(kept)) == ["s190", *(f"m{version}" for version in range(191, 200))]
+    for version in range(1, steps):
+        for entry in (*([whole(version)] if version % every == 0 else []), update(version)):
+            kept.append(entry)
+            gone = set(expired(kept, [], 2))
+            kept = [entry for entry in kept if entry not in gone]
+        yield version, kept
+
+
+def test_a_steady_run_keeps_the_last_two_snapshots_and_what_came_after_them() -> None:
+    for _, kept in steady_run(200):
+        assert len(kept) <= 22
+    tens = ["s180", *(f"m{version}" for version in range(181, 190))]
+    assert versions(tuple(kept)) == [*tens, "s190", *(f"m{version}" for version in range(190, 200))]
+
+
+def test_a_way_that_is_being_pulled_when_a_snapshot_comes_is_there_until_the_next_one() -> None:
+    pulled: dict[int, tuple[StoredPolicy, ...]] = {}
+    for version, kept in steady_run(200, every=25):
+        pulled[version] = Routes(kept).to(main(version), None) or ()
+        began = max(1, version // 25 * 25 - 1)  # right before the last snapshot
+        assert pulled[began]
+        assert set(pulled[began]) <= set(kept)
 
 
 # --- in the store ----------------------------------------------------------------------------------------------------
