@@ -158,12 +158,17 @@ class PolicyFiles:
             return None
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
-        """Also one that is not here yet; of MAX_PINS, one more than that is not heeded."""
+        """Also one that is not here yet; of MAX_PINS, one more than that is not heeded. A pin lets go of nothing: it may
+        be the first of several that are told again."""
         if pinned and len(self._pins) < MAX_PINS:
             self._pins.add(policy)
         elif not pinned:
             self._pins.discard(policy)
-        self._sweep()
+            self._sweep()
+
+    def forget_pins(self) -> None:
+        """A trainer pins what *it* evaluates, and says so before it uploads. What is stored stays until then."""
+        self._pins.clear()
 
     def _read_index(self) -> list[StoredPolicy]:
         """This run's entries, in order. The last line may be torn: its policy was not announced."""
@@ -241,8 +246,9 @@ class StoreService:
             for entry in (self._files.canary, self._files.newest):
                 if entry is not None:
                     self._send(joined.peer, announcement(entry))
-        elif joined.role == "trainer" and self._trainer is None:
+        elif joined.role == "trainer" and self._trainer in (None, joined.peer) and not joined.resumed:
             self._trainer = joined.peer
+            self._files.forget_pins()
 
     def _handle(self, received: Received) -> None:
         message: Message = received.message

@@ -221,9 +221,9 @@ class Learner:
         self._buffer.send(request)
 
     def _on_eval_result(self, result: EvalResult) -> None:
+        self._publisher.pin(result.policy, False)  # also what a trainer that is gone has pinned
         if self._evaluating.pop(result.policy, None) is None:
-            return  # reported before the buffer was started again, and once more after that
-        self._publisher.pin(result.policy, False)
+            return  # of a past that was given up; or reported before the buffer was started again, and once more now
         outcome = {
             "version": result.policy.version, "reward": result.mean_reward, "n": result.n, "cancelled": result.cancelled
         }  # fmt: skip

@@ -67,6 +67,7 @@ class Publisher:
         return len(data)
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
+        self._is_new_store()
         (self._pinned.add if pinned else self._pinned.discard)(policy)
         self._store.send(PinPolicy(policy, pinned))
 

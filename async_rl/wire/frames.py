@@ -64,10 +64,11 @@ class Received(NamedTuple):
 
 
 class PeerJoined(NamedTuple):
-    """Also when a lost peer resumes its session."""
+    """Also when a lost peer resumes its session (`resumed`)."""
 
     peer: str
     role: str
+    resumed: bool = False
 
 
 class PeerLost(NamedTuple):

@@ -355,7 +355,7 @@ class Server:
         peer.heard = now
         if peer.lost:
             peer.lost = False
-            self._events.append(PeerJoined(peer.name, peer.role))
+            self._events.append(PeerJoined(peer.name, peer.role, resumed=True))
         if peer.session.hear(envelope.ack, envelope.limit):
             peer.progress = now
         if peer.session.may_send():

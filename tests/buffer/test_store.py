@@ -161,3 +161,28 @@ def test_the_canary_is_kept_for_good_and_is_never_the_newest(tmp_path: Path) -> 
     assert files.canary is not None
     assert files.canary.policy == canary
     assert files.read(canary, 0, 9) == b"c"
+
+
+def test_none_of_several_pins_is_lost_while_they_are_told_again_one_by_one(tmp_path: Path) -> None:
+    """A trainer does so when it, or the store, has been started again."""
+    files = PolicyFiles(tmp_path, "run1", 0)
+    files.pin(policy(1), True)
+    files.pin(policy(2), True)
+    for version in range(6):
+        files.add(upload(policy(version), b"x"), memoryview(b"x"))
+    files.forget_pins()
+    for version in (1, 2):
+        files.pin(policy(version), True)
+    files.add(upload(policy(6), b"x"), memoryview(b"x"))
+    assert [files.get(policy(version)) is not None for version in range(7)] == [v in (1, 2, 5, 6) for v in range(7)]
+
+
+def test_what_only_a_trainer_that_is_gone_has_pinned_is_let_go(tmp_path: Path) -> None:
+    files = PolicyFiles(tmp_path, "run1", 0)
+    files.pin(policy(0), True)
+    for version in range(3):
+        files.add(upload(policy(version), b"x"), memoryview(b"x"))
+    files.forget_pins()
+    assert files.get(policy(0)) is not None  # the next trainer may pin it too
+    files.add(upload(policy(3), b"x"), memoryview(b"x"))
+    assert files.get(policy(0)) is None

@@ -115,6 +115,10 @@ class House:
         while self._trainer.receive(PATIENCE_S, "its upload").message != Stored(identity):
             pass  # of an earlier one: a store that was killed may say so twice
 
+    def replace_trainer(self) -> None:
+        """Another process, of the same name, after the first was killed: its link says no goodbye."""
+        self._trainer = self.link("trainer", "trainer")
+
     def pin(self, version: int) -> None:
         self._trainer.send(PinPolicy(policy(version), True))
 

@@ -24,6 +24,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import (
     EvalRequest,
+    EvalResult,
     Leases,
     NodeHolds,
     NodeReady,
@@ -112,10 +113,10 @@ class Run:
         self.context = Context(config, path)
         store_endpoint = f"ipc://{path / 's'}"
         self._store_server = Server(store_endpoint, run=RUN, token=TOKEN, name="store")
-        files = PolicyFiles(path / "store", RUN, 1)
+        self.files = PolicyFiles(path / "store", RUN, 1)
         self._store_stopping = StopEvent()  # its own: a buffer that leaves must not take the store along
         store_context: Any = StoreContext(config, self._store_stopping, self.house.exporter, self.house.watchdog)
-        self._store = StoreService(store_context, self._store_server, files)
+        self._store = StoreService(store_context, self._store_server, self.files)
         self._threads = [threading.Thread(target=self._store.serve, daemon=True)]
         self.backend = Counting()
         self.buffer = self.house.client("trainer", "trainer")
@@ -218,6 +219,15 @@ def test_a_checkpoint_keeps_the_evaluations_that_are_not_reported_yet(tmp_path: 
     found = find_latest(tmp_path)
     assert found is not None
     assert msgspec.convert(found.state, State, str_keys=True) == state
+
+
+def test_a_learner_lifts_the_pin_of_an_evaluation_that_a_past_it_does_not_know_has_asked_for(run):
+    """A trainer that died after a checkpoint asked for it; the buffer has gone on with it."""
+    given_up = PolicyId("main", 5, "ab" * 32)
+    run.files.pin(given_up, True)
+    run.learner._take_in_passing(EvalResult(given_up, 8, 0.5, 0, 1.0))
+    run.store.flush(10.0)
+    assert given_up not in run.files._pins
 
 
 def test_a_step_that_is_not_finite_ends_the_run_with_an_alarm_and_without_a_checkpoint(run):

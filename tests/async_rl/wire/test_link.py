@@ -418,7 +418,7 @@ def test_a_stopped_process_is_noticed_within_three_heartbeats_and_resumes_where_
         process.kill()
         process.wait()
     assert "silent" in served.joins_and_losses()[1].reason
-    assert served.joins_and_losses()[2] == PeerJoined("frozen", "node")
+    assert served.joins_and_losses()[2] == PeerJoined("frozen", "node", resumed=True)
     assert len(served.messages()) == 1
 
 

@@ -1,0 +1,39 @@
+"""What the store makes of who joins: whose pins count, and who is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_house import PATIENCE_S, House, data_of, policy, wait_for
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def test_the_pins_of_a_trainer_that_died_end_when_the_next_one_joins(house: House) -> None:
+    house.upload(0, data_of(0))
+    house.pin(0)
+    for version in range(1, 5):
+        house.upload(version, data_of(version))
+    assert house.store._files.get(policy(0)) is not None
+    house.replace_trainer()
+    house.upload(5, data_of(5))
+    assert house.store._files.get(policy(0)) is None
+
+
+def test_a_trainer_whose_link_was_cut_for_a_moment_keeps_its_pins(house: House) -> None:
+    house.upload(0, data_of(0))
+    house.pin(0)
+    house._trainer.flush(PATIENCE_S)
+    peer = house.server._peers["trainer"]
+    house.server._lose(peer, "cut by the test")
+    wait_for(lambda: not peer.lost, "the trainer to be heard again")
+    for version in range(1, 5):
+        house.upload(version, data_of(version))
+    assert house.store._files.get(policy(0)) is not None
