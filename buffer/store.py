@@ -276,7 +276,7 @@ class StoreService:
             self._disconnect(peer, str(error))
             return
         for node, role in list(self._server.peers.items()):
-            if role == "node" and (entry.kind == CANARY or entry.order == self._files.newest_order):
+            if role == "node" and (entry.kind == CANARY or (entry.order and entry.order == self._files.newest_order)):
                 self._send(node, announcement(entry))
         reached("store.after-announce")
         self._send(peer, Stored(upload.policy))

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from store_house import PATIENCE_S, House, data_of, policy, wait_for
 
+from async_rl.version import PolicyId
+from async_rl.wire.link import LinkTimeout
+from async_rl.wire.messages import SNAPSHOT
+
 
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
@@ -37,3 +41,13 @@ def test_a_trainer_whose_link_was_cut_for_a_moment_keeps_its_pins(house: House) 
     for version in range(1, 5):
         house.upload(version, data_of(version))
     assert house.store._files.get(policy(0)) is not None
+
+
+def test_a_snapshot_that_is_the_first_upload_of_all_is_announced_to_nobody(house: House) -> None:
+    """A trainer that goes on from a checkpoint, with a store that has lost everything."""
+    node = house.link("node", "node")
+    house.upload_as(PolicyId(SNAPSHOT, 3, "5" * 64), b"all", SNAPSHOT)
+    with pytest.raises(LinkTimeout):
+        node.receive(0.3, "nothing")
+    house.upload(3, b"a change")
+    assert node.receive(PATIENCE_S, "the policy").message.policy == policy(3)
