@@ -158,8 +158,8 @@ class PolicyFiles:
             return None
 
     def pin(self, policy: PolicyId, pinned: bool) -> None:
-        """Also one that is not here yet; of MAX_PINS, one more than that is not heeded. A pin lets go of nothing: it may
-        be the first of several that are told again."""
+        """Also one that is not here yet; of MAX_PINS, one more than that is not heeded. A pin lets go of nothing: it
+        may be the first of several that are told again."""
         if pinned and len(self._pins) < MAX_PINS:
             self._pins.add(policy)
         elif not pinned:
