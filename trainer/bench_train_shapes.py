@@ -97,7 +97,7 @@ SHAPES = {
         attempts=4,
         tokens=2048,
         checkpointed=True,
-        controlled=False,  # before each controlled step the weights are copied to the host
+        controlled=False,  # what control costs the 7b says in less time
     ),
 }
 """By name. "tiny" is there to try the command."""
