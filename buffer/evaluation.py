@@ -3,9 +3,10 @@
 Evaluations hold no ticket, take no capacity (only their rewards are kept) and do not count against what a node asked
 for. They go out before training leases, at most `eval_share` of a node's slots at a time, first to nodes that serve
 exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it. A node
-with one copy of the weights comes to the policy and stays there while it holds leases pinned to it, but a later one it
-cannot leave: when all have passed the policy, what is left of its evaluation is given up at once.
-One runs at a time, the rest wait their turn; the time-out of each starts with it.
+with one copy of the weights comes to the policy and stays there while it holds leases pinned to it, but a later one,
+or another of the same version (of a past that the trainer has given up), it cannot leave: when all have passed the
+policy, what is left of its evaluation is given up at once. One runs at a time, the rest wait their turn; the time-out
+of each starts with it.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Evaluations:
         self.withdraw(node)
         current = self.current
         if current and node.state == "ready" and node.eval_open < eval_room(node.slots, self._share):
-            beyond = self._one_copy and node.version > current.policy.version
+            beyond = self._one_copy and node.policy != current.policy and node.version >= current.policy.version
             others = self._beyond if beyond else self._others
             (self._serving if node.policy == current.policy else others)[node.name] = node
 

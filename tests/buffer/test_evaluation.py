@@ -6,7 +6,16 @@ import math
 
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import SamplingParams
-from buffer.events import EvalFinished, EvalRequested, NodeAttested, NodeJoined, NodeLost, RunFinished, Ticked
+from buffer.events import (
+    EvalFinished,
+    EvalRequested,
+    NodeAttested,
+    NodeJoined,
+    NodeLost,
+    PolicyRegistered,
+    RunFinished,
+    Ticked,
+)
 
 GREEDY = SamplingParams(0.0, 16)
 
@@ -165,4 +174,15 @@ def test_an_evaluation_of_a_policy_that_every_node_has_passed_is_over_at_once(to
     play.publish()
     play.node("a", slots=2)
     (finished,) = tools.of(EvalFinished, request(play, 3, policy=passed) + play.apply(Ticked()))
+    assert (finished.n, finished.cancelled) == (0, 3)
+
+
+def test_a_node_with_one_copy_of_another_past_has_passed_that_version_too(tools):
+    """The trainer has gone back: what the node serves is of a past that ended, and it flips again past its version."""
+    play = tools.play(one_copy=True)
+    play.publish()
+    play.node("a", slots=2)
+    again = PolicyId("main", play.policies[-1].version, "another past")
+    play.apply(PolicyRegistered(again))
+    (finished,) = tools.of(EvalFinished, request(play, 3, policy=again) + play.apply(Ticked()))
     assert (finished.n, finished.cancelled) == (0, 3)
