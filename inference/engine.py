@@ -145,7 +145,8 @@ class Engine(Protocol):
         KV cache of prompt and tokens so far is built again under the new one). Pinned requests keep their policy.
 
         In place, the weights become the new policy's, and the old one is not resident any more. Raises EngineError, and
-        changes nothing, when requests are pinned to that. A flip that fails half-way leaves an engine which computes
+        changes nothing, when requests are pinned to that, or when the weights are not any more what the new policy was
+        checked against when it was installed. A flip that fails half-way leaves an engine which computes
         nothing at all: every call that would need the weights raises EngineError."""
 
     def evict(self, policy: PolicyId) -> None:

@@ -41,9 +41,9 @@ ONLY_SLOT = 0
 
 
 class Staged(NamedTuple):
-    """What `flip` will do: copy all of `start`, if there is one, then apply the updates."""
+    """What `flip` will do: copy all of `start`, or be at the weights of that digest, then apply the updates."""
 
-    start: Mapping[str, torch.Tensor] | None
+    start: Mapping[str, torch.Tensor] | str
     updates: tuple[Update, ...]
 
 
@@ -73,9 +73,9 @@ class WholeWeights:
         if not files or files[-1].digest != policy.digest:
             leads = files[-1].digest[:8] if files else "nothing"
             raise EngineError(f"policy {policy.short()}: its files lead to {leads}, not to it")
-        start, updates = self._beginning(policy, files)
-        self._check_updates(policy, updates)
-        self._staged[policy] = Staged(start, updates)
+        staged = self._beginning(policy, files)
+        self._check_updates(policy, staged.updates)
+        self._staged[policy] = staged
         return self._engines.names
 
     def slot(self, policy: PolicyId) -> int:
@@ -89,12 +89,19 @@ class WholeWeights:
 
     @torch.no_grad()
     def flip(self, policy: PolicyId) -> None:
-        """Make the weights those of an installed policy. When it raises, the engine computes nothing any more."""
+        """Make the weights those of an installed policy. Raises EngineError, and changes nothing, when its updates
+        begin where the engine is not any more; when anything else raises, the engine computes nothing any more."""
         if policy == self._serving:
             return
-        staged = self._staged.pop(policy)
+        staged = self._staged[policy]
+        if isinstance(staged.start, str) and staged.start != self._at:
+            raise EngineError(
+                f"policy {policy.short()}: it was checked against weights {staged.start[:8]}, and by now they are "
+                f"{self._at[:8]}: evict it, and install it again by a way from there"
+            )
+        del self._staged[policy]
         self._broken = f"policy {policy.short()} was applied in part: the weights are no policy's; start the node again"
-        if staged.start is not None:
+        if not isinstance(staged.start, str):
             _copy(staged.start, self._kept.parameters)
         for update in staged.updates:
             apply_update(on_device(update, self._runner.device), self._names(update))
@@ -108,20 +115,18 @@ class WholeWeights:
 
     # --- before the flip ---------------------------------------------------------------------------------------------
 
-    def _beginning(
-        self, policy: PolicyId, files: Sequence[Base | Snapshot | Update]
-    ) -> tuple[Mapping[str, torch.Tensor] | None, tuple[Update, ...]]:
+    def _beginning(self, policy: PolicyId, files: Sequence[Base | Snapshot | Update]) -> Staged:
         """All weights with which the last part of the files begins, if any, and the updates from there on, or from
         where the engine is by now."""
         alone = max((i for i, file in enumerate(files) if not isinstance(file, Update)), default=None)
         updates = tuple(file for file in files if isinstance(file, Update))
-        start: Mapping[str, torch.Tensor] | None = None
+        start: Mapping[str, torch.Tensor] | str
         if alone is not None:
             first = files[alone]
             start = self._base(policy, first) if isinstance(first, Base) else self._whole(policy, first)
             at, updates = first.digest, tuple(file for file in files[alone + 1 :] if isinstance(file, Update))
         else:
-            at = self._digest
+            start = at = self._at
             updates = updates[_applied(updates, at) :]
         for update in updates:
             if update.parent != at:
@@ -132,19 +137,24 @@ class WholeWeights:
             at = update.digest
         if at != policy.digest:
             raise EngineError(f"policy {policy.short()}: its updates lead to {at[:8]}")
-        return start, updates
+        return Staged(start, updates)
 
-    def _base(self, policy: PolicyId, base: Base) -> Mapping[str, torch.Tensor] | None:
-        """None: the weights are still the checkpoint's."""
-        start = None if not self._digest else self._load().parameters
+    @property
+    def _at(self) -> str:
+        """The digest of what the weights are; empty while nobody has taken that of the checkpoint's."""
+        return self._digest or self._base_digest
+
+    def _base(self, policy: PolicyId, base: Base) -> Mapping[str, torch.Tensor] | str:
+        """Its digest, while the weights are still the checkpoint's."""
+        own = self._kept.parameters if not self._digest else self._load().parameters
         if not self._base_digest:
-            self._base_digest = weights_digest(start or self._kept.parameters)
+            self._base_digest = weights_digest(own)
         if base.digest != self._base_digest:
             raise EngineError(
                 f"policy {policy.short()}: the trainer began with weights {base.digest}, and those of the model at "
                 f"{self._path} are {self._base_digest}: give this node the trainer's checkpoint"
             )
-        return start
+        return own if self._digest else base.digest
 
     def _whole(self, policy: PolicyId, snapshot: object) -> Mapping[str, torch.Tensor]:
         assert isinstance(snapshot, Snapshot)

@@ -59,7 +59,14 @@ def engine_of(model: Path, storage: str = "float32", dtype: str = "auto", **chan
 
 
 def serve(engine: TorchEngine, files: Sequence[File], folder: Path, in_flight: str = "continue") -> None:
-    """As a node does: one file as it is, several as a folder."""
+    """As a node does."""
+    install(engine, files, folder)
+    policy = files[-1].policy
+    engine.flip(PolicyId("main", policy.version, policy.digest), in_flight)
+
+
+def install(engine: TorchEngine, files: Sequence[File], folder: Path) -> None:
+    """One file as it is, several as a folder."""
     policy = files[-1].policy
     path = files[0].path
     if len(files) > 1:
@@ -68,7 +75,6 @@ def serve(engine: TorchEngine, files: Sequence[File], folder: Path, in_flight: s
         for number, file in enumerate(files):
             (path / f"{number:06}.safetensors").write_bytes(file.path.read_bytes())
     engine.install(PolicyId("main", policy.version, policy.digest), path)
-    engine.flip(PolicyId("main", policy.version, policy.digest), in_flight)
 
 
 def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
@@ -339,6 +345,25 @@ def test_a_flip_waits_for_what_is_pinned_to_the_policy_that_it_would_end(
         done += engine.step()
     assert [run.version for run in {each.key[1]: each for each in done}[2].versions] == [0, 1]
     assert sum(run.count for run in done[-1].versions) == 12
+
+
+def test_what_was_checked_against_other_weights_than_those_of_now_is_not_applied(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two ways from the checkpoint: with the first of them flipped to, the second begins somewhere else."""
+    policies, engine = SketchedPolicies(models("tied"), tmp_path), engine_of(models("tied"))
+    files = [policies.main[0], policies.step(), policies.step()]
+    install(engine, files[:2], tmp_path)
+    install(engine, files, tmp_path)
+    engine.flip(files[1].policy, "continue")
+    before = {name: tensor.clone() for name, tensor in weights_of(engine).items()}
+    with pytest.raises(EngineError, match=r"was checked against weights .* install it again"):
+        engine.flip(files[2].policy, "continue")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+    assert engine.serving == files[1].policy
+    engine.evict(files[2].policy)
+    serve(engine, files[2:], tmp_path)
+    assert_is(engine, policies)
 
 
 def test_an_apply_that_fails_half_way_leaves_an_engine_that_computes_nothing(
