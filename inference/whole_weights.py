@@ -104,8 +104,8 @@ class WholeWeights:
         if not isinstance(staged.start, str):
             _copy(staged.start, self._kept.parameters)
         for update in staged.updates:
-            apply_update(on_device(update, self._runner.device), self._names(update))
-        if self._kept is not self._engines:
+            apply_update(on_device(update, self._device), self._names(update))
+        if self._kept is not self._engines:  # [inference] dtype is another than [model] dtype
             _copy(self._kept.parameters, self._engines.parameters)
         self._runner.forward.changed(ONLY_SLOT)
         self._digest, self._serving, self._broken = policy.digest, policy, ""
@@ -138,6 +138,11 @@ class WholeWeights:
         if at != policy.digest:
             raise EngineError(f"policy {policy.short()}: its updates lead to {at[:8]}")
         return Staged(start, updates)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where weights are changed: the host's memory where the engine on a GPU computes in another dtype."""
+        return next(iter(self._kept.parameters.values())).device
 
     @property
     def _at(self) -> str:

@@ -140,6 +140,20 @@ def test_weights_kept_in_the_trainers_dtype_give_its_bits_whatever_the_engine_co
     assert {tensor.dtype for tensor in weights_of(engine).values()} == {getattr(torch, dtype)}
 
 
+def test_updates_are_applied_where_the_kept_weights_are_and_not_where_the_engine_computes(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in bfloat16 on a GPU, whose float32 weights lie in host memory; torch's "meta" stands for the GPU."""
+    policies, engine = SketchedPolicies(models("tied"), tmp_path), engine_of(models("tied"), "float32", "bfloat16")
+    serve(engine, policies.main, tmp_path)
+    one = policies.step(dense=True)
+    install(engine, [one], tmp_path)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(engine._runner, "device", torch.device("meta"))
+        engine.flip(one.policy, "continue")
+    assert_is(engine, policies)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["never", pytest.param("always", marks=pytest.mark.slow)])
 def test_requests_in_flight_go_on_under_the_new_weights_and_say_so(
