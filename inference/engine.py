@@ -36,6 +36,10 @@ class EngineError(AsyncRLError):
     """The engine cannot do what was asked; the message says what and what to do."""
 
 
+class BaseMoved(EngineError):
+    """What a policy's files change are weights that the engine has left meanwhile; another way may lead to it."""
+
+
 class Capabilities(NamedTuple):
     """What an engine can do; a config that asks for more is refused before anything starts. `logprob_bound`: how far,
     in nats, its log-probabilities may be from those of another program with the same policy. `in_place`: there is one
@@ -133,11 +137,13 @@ class Engine(Protocol):
         Of an engine that changes its weights `in_place`, `path` is a file of all weights, a base's or a factor update
         (async_rl.policy.update_file), or a folder of such files, to be applied in the order of their names. It leads
         from the serving policy or one before it (what was applied already is skipped), or begins with a file that
-        stands alone. All of it is read and checked against the model here, and nothing is changed. An engine that can
-        only load weights (vLLM, SGLang) keeps a master of them in host memory, in the trainer's dtype: `install`
-        checks, `flip` applies to the master and hands the parameters that changed to the engine's own reloading of
-        weights between two of its steps (vLLM: a worker extension's load_weights, SGLang: update_weights_from_tensor),
-        in the engine's dtype, and drops its prefix cache."""
+        stands alone. All of it is read and checked against the model here, and nothing is changed. Raises BaseMoved
+        where the first update begins somewhere else than the engine is by now.
+
+        An engine that can only load weights (vLLM, SGLang) keeps a master of them in host memory, in the trainer's
+        dtype: `install` checks, `flip` applies to the master and hands the parameters that changed to the engine's own
+        reloading of weights between two of its steps (vLLM: a worker extension's load_weights, SGLang:
+        update_weights_from_tensor), in the engine's dtype, and drops its prefix cache."""
 
     def flip(self, policy: PolicyId, in_flight: InFlight) -> None:
         """Serve a resident policy from the next step on, and treat requests in flight as `in_flight` says:

@@ -2,7 +2,8 @@
 
 A thread of its own does this, so that sampling goes on while 160 MB come in. It always fetches the newest announced
 policy, skipping what was overtaken, and on request older ones that evaluation has pinned. A half-received file is
-never handed over.
+never handed over. The newest is asked for again, a few times, when it did not come, or when the engine has gone
+another way while it came.
 
 Where policies change the weights in place (`routed`), what is pulled is the way to a policy: the store says which files
 have to be applied to what the engine serves, in the fewest bytes.
@@ -33,17 +34,20 @@ CHUNK_BYTES = 1 << 20
 CHUNKS_AHEAD = 4  # outstanding requests: enough to keep a link busy, little enough to abandon
 CHUNK_TIMEOUT_S = 30.0
 IDLE_S = 0.2
-RETRY_S = 1.0  # before the canary is asked for again
+RETRY_S = 1.0  # before what did not come is asked for again
+TRIES = 5  # of the newest policy: a full disk may be emptied meanwhile, but a damaged file stays so
 
 
 class PolicyFetched(NamedTuple):
     """A verified file, or a folder of such, to be applied in the order of their names; the node calls `discard` after
-    use. `order` is the announcement's, 0 for one asked for and for the canary."""
+    use. `order` is the announcement's, 0 for one asked for and for the canary; `tries` says how often it was asked
+    for."""
 
     policy: PolicyId
     path: Path
     order: int
     fetch_ms: float
+    tries: int = 1
 
     def discard(self) -> None:
         discard(self.path)
@@ -52,6 +56,15 @@ class PolicyFetched(NamedTuple):
 class PolicyFetchFailed(NamedTuple):
     policy: PolicyId
     error: str
+
+
+class Again(NamedTuple):
+    """The newest policy, to be asked for once more at a time of the monotonic clock."""
+
+    policy: PolicyId
+    order: int
+    tries: int
+    due: float
 
 
 class PolicyPuller:
@@ -68,6 +81,8 @@ class PolicyPuller:
         self._canary: PolicyId | None = None  # announced and not here yet
         self._canary_seen: PolicyId | None = None
         self._fetched_order = 0
+        self._again: Again | None = None
+        self._left: queue.SimpleQueue[PolicyFetched] = queue.SimpleQueue()  # fetched, and of no use any more
         self._order_base = 0
         self._sessions = link.sessions
         self._closing = threading.Event()  # nothing new is begun
@@ -83,6 +98,14 @@ class PolicyPuller:
         """The engine serves this policy now: ways to others begin there."""
         self._have = policy
 
+    def again(self, fetched: PolicyFetched) -> bool:
+        """The engine has left the weights from which this led; ask for the way from those that it serves now. False,
+        and nothing, for what is not the newest, or was asked for often enough."""
+        wanted = fetched.order > 0 and fetched.tries < TRIES
+        if wanted:
+            self._left.put(fetched)
+        return wanted
+
     def close(self) -> None:
         self._closing.set()
         self._closed.set()
@@ -97,9 +120,11 @@ class PolicyPuller:
                     self._fetch_canary(self._canary)
                 elif news is not None:
                     self._fetched_order = news.order
-                    self._fetch(news.policy, self._order_base + news.order)
+                    self._fetch_newest(news.policy, self._order_base + news.order, 1)
                 elif not self._asked.empty():
                     self._fetch(self._asked.get_nowait(), 0)
+                else:
+                    self._try_again()
         except Exception as error:  # whatever it is, the node must not go on with what it serves for ever
             if not self._closing.is_set():
                 self._inbox.put(error)
@@ -111,13 +136,30 @@ class PolicyPuller:
         else:
             self._closing.wait(RETRY_S)
 
+    def _fetch_newest(self, policy: PolicyId, order: int, tries: int) -> None:
+        self._again = None
+        if not self._fetch(policy, order, tries):
+            self._plan(policy, order, tries)
+
+    def _plan(self, policy: PolicyId, order: int, tries: int) -> None:
+        if tries < TRIES:
+            self._again = Again(policy, order, tries + 1, time.monotonic() + RETRY_S)
+
+    def _try_again(self) -> None:
+        while not self._left.empty():
+            left = self._left.get_nowait()
+            if left.order == self._order_base + self._fetched_order:  # else a newer one has come meanwhile
+                self._plan(left.policy, left.order, left.tries)
+        if self._again is not None and time.monotonic() >= self._again.due:
+            self._fetch_newest(self._again.policy, self._again.order, self._again.tries)
+
     def _notice_a_new_session(self) -> None:
         """The store has forgotten this node, or was started again and counts its announcements from 1: what it
         announces from now on is newer than all before."""
         if self._link.sessions > self._sessions:
             self._sessions = self._link.sessions
             self._order_base += self._fetched_order
-            self._fetched_order, self._newest = 0, None
+            self._fetched_order, self._newest, self._again = 0, None, None
 
     def _listen(self, timeout_s: float) -> None:
         """Take announcements until there is nothing more to read."""
@@ -145,10 +187,10 @@ class PolicyPuller:
         elif isinstance(message, Stop):
             self._closing.set()
 
-    def _fetch(self, policy: PolicyId, order: int) -> bool:
+    def _fetch(self, policy: PolicyId, order: int, tries: int = 1) -> bool:
         """Hand it over, or that it failed; returns which."""
         started = time.monotonic()
-        path = self._folder / f"{policy.short()}-{order}.safetensors"
+        path = self._folder / f"{policy.short()}-{order}-{tries}.safetensors"
         try:
             if self._routed and policy.name != CANARY:
                 path = self._pull_way(policy, path)
@@ -160,7 +202,7 @@ class PolicyPuller:
                 raise
             self._inbox.put(PolicyFetchFailed(policy, str(error)))
             return False
-        self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3))
+        self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3, tries))
         return True
 
     def _pull_way(self, policy: PolicyId, path: Path) -> Path:

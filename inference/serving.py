@@ -19,7 +19,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
-from inference.engine import Engine, EngineError, InFlight, Installed, Prefix, Request
+from inference.engine import BaseMoved, Engine, EngineError, InFlight, Installed, Prefix, Request
 from inference.policies import PolicyFetched
 
 log = logging.getLogger("serving")
@@ -45,7 +45,8 @@ class Serving:
     evaluation or a hand-over wants. `held` hears of every policy that is on the engine now without being served: such a
     one, and the canary, which is taken off again at once. `failed` hears of policies that could not be loaded (the old
     one goes on serving), `unstarted` of the pinned requests that cannot run for that reason, or that the engine refuses
-    once their policy is here. `pinned` are the policies of open leases."""
+    once their policy is here. `pinned` are the policies of open leases. `again` is given a policy whose files lead from
+    weights that the engine has left; it says whether it will come by another way."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Serving:
         unstarted: Callable[[Request, str], None],
         held: Callable[[Installed], None],
         pinned: Callable[[], Collection[PolicyId]] = tuple,
+        again: Callable[[PolicyFetched], bool] = lambda _: False,
     ) -> None:
         self._engine = engine
         self._in_flight: InFlight = in_flight
@@ -66,6 +68,7 @@ class Serving:
         self._unstarted = unstarted
         self._held = held
         self._pinned = pinned
+        self._again = again
         self._stays_until = 0.0  # the serving policy, where a flip would end it
         self._served_order = 0
         self._incoming: list[Incoming] = []
@@ -241,6 +244,9 @@ class Serving:
         try:
             return self._engine.install(fetched.policy, fetched.path)
         except AsyncRLError as error:
+            if isinstance(error, BaseMoved) and self._again(fetched):
+                log.info("asked for again: %s", error)
+                return None
             self._failed(fetched.policy, str(error))
             self._give_up(fetched.policy, str(error))
             return None

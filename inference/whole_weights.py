@@ -31,7 +31,7 @@ from async_rl.policy.update_file import (
     weights_digest,
 )
 from async_rl.version import PolicyId
-from inference.engine import EngineError, InFlight
+from inference.engine import BaseMoved, EngineError, InFlight
 from inference.model_loading import load_model
 from inference.model_weights import ModelWeights, model_weights
 from inference.runner import ModelRunner
@@ -95,7 +95,7 @@ class WholeWeights:
             return
         staged = self._staged[policy]
         if isinstance(staged.start, str) and staged.start != self._at:
-            raise EngineError(
+            raise BaseMoved(
                 f"policy {policy.short()}: it was checked against weights {staged.start[:8]}, and by now they are "
                 f"{self._at[:8]}: evict it, and install it again by a way from there"
             )
@@ -130,7 +130,8 @@ class WholeWeights:
             updates = updates[_applied(updates, at) :]
         for update in updates:
             if update.parent != at:
-                raise EngineError(
+                moved = at == start  # else the files do not fit together
+                raise (BaseMoved if moved else EngineError)(
                     f"policy {policy.short()}: an update changes {update.parent[:8]}, and what it would be applied to "
                     f"is {at[:8] or 'the checkpoint'}"
                 )

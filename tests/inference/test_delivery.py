@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from async_rl.run.killpoints import VARIABLE
 from async_rl.version import PolicyId
 from async_rl.wire.messages import Pull, Upload
+from inference import policies
 from inference.model_weights import model_weights
 from inference.policies import PolicyFetched, PolicyFetchFailed
 from inference.serving import Serving
@@ -93,7 +94,7 @@ class Node:
         self.routes: list[int] = []  # files of each
         self.serving = Serving(
             self.engine, "continue", 10.0, self.puller.puller.ask, lambda _, error: self.trouble.append(error),
-            lambda *_: None, lambda *_: None,
+            lambda *_: None, lambda *_: None, again=self.puller.puller.again,
         )  # fmt: skip
         self.now = 0.0
 
@@ -232,6 +233,30 @@ def test_a_trainer_that_goes_back_leads_nodes_from_its_snapshot_to_its_new_past(
     assert node.trouble == joiner.trouble == []
 
 
+def test_a_way_from_weights_that_the_engine_has_left_meanwhile_is_asked_for_again_from_where_it_is(pool: Pool) -> None:
+    """The trainer goes back while the last of its old versions waits for its flip, and no later version need follow."""
+    node = pool.node()
+    node.is_the_trainers()
+    before = pool.policies.copy()
+    for _ in range(2):
+        pool.step()
+    while (last := node.puller.next()).policy != pool.newest:
+        last.discard()
+    pool.policies.back(0, before)
+    pool.policies._rng = torch.Generator().manual_seed(99)
+    for _ in range(3):
+        pool.step()
+    stale = node.puller.next()
+    assert stale.policy == pool.newest
+    for item in (last, stale):
+        node.take(item)
+        node.advance()
+    assert node.engine.serving == last.policy
+    node.is_the_trainers()
+    assert node.routes == [1, 2, 3, 4]  # the last begins with the base
+    assert node.trouble == node.failed == []
+
+
 def test_a_node_that_dies_in_the_middle_of_a_chain_leaves_nothing_and_the_next_gets_it_whole(pool: Pool) -> None:
     for _ in range(6):
         pool.step()
@@ -328,9 +353,12 @@ def test_files_damaged_on_the_stores_disk_and_other_checkpoints_are_refused(
     pool.node().is_the_trainers()
 
 
-def test_what_the_engine_refuses_leaves_the_old_policy_serving_and_a_later_way_heals_it(pool: Pool) -> None:
+def test_what_the_engine_refuses_leaves_the_old_policy_serving_and_a_later_way_heals_it(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parent that is not what serves cannot come by the store's rule; an error of this node's in saying what it has
-    is caught by the engine."""
+    is caught by the engine, however often it asks."""
+    monkeypatch.setattr(policies, "RETRY_S", 0.05)
     node = pool.node()
     node.is_the_trainers()
     for _ in range(3):
@@ -345,6 +373,7 @@ def test_what_the_engine_refuses_leaves_the_old_policy_serving_and_a_later_way_h
     assert "an update changes" in node.trouble[0]
     assert node.engine.serving == serving
     assert serving is not None
+    assert len(node.trouble) == 1
     node.puller.puller.serves(serving)
     pool.step()
     node.is_the_trainers()

@@ -14,6 +14,7 @@ from async_rl.proof import CANARY
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkRefused
 from async_rl.wire.messages import Pull, Stop
+from inference import policies
 from inference.policies import CHUNK_BYTES, PolicyFetchFailed
 
 PATIENCE_S = 20.0
@@ -182,6 +183,57 @@ def test_a_disk_that_takes_no_more_is_a_failure_of_that_policy_alone(house: Hous
     assert "No such file or directory" in node.expect_failure(1)
     house.scratch.mkdir()
     node.expect(2, house.upload(2, data_of(2)))
+
+
+def test_the_newest_is_asked_for_again_when_it_did_not_come_and_keeps_its_order(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing newer need ever come to a node whose disk was full for a moment."""
+    monkeypatch.setattr(policies, "RETRY_S", 0.05)
+    node = house.node()
+    before = node.expect(1, house.upload(1, data_of(1)))
+    shutil.rmtree(house.scratch)
+    data = house.upload(2, data_of(2))
+    node.expect_failure(2)
+    house.scratch.mkdir()
+    fetched = node.next()
+    while isinstance(fetched, PolicyFetchFailed):
+        fetched = node.next()
+    assert (fetched.policy, fetched.path.read_bytes()) == (policy(2), data)
+    assert fetched.order == before.order + 1
+
+
+def test_what_stays_damaged_is_asked_for_a_few_times_and_then_no_more(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "RETRY_S", 0.02)
+    house.upload(1, data_of(1))
+    flip_a_byte(house.file(1))
+    node = house.node()
+    for _ in range(policies.TRIES):
+        assert "arrived damaged" in node.expect_failure(1)
+    asked = len(house.store.pulls)
+    time.sleep(0.5)
+    assert len(house.store.pulls) == asked
+    assert node.inbox.empty()
+    node.expect(2, house.upload(2, data_of(2)))
+
+
+def test_of_what_is_asked_for_again_a_newer_one_takes_the_place(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "RETRY_S", 0.3)
+    house.upload(1, data_of(1))
+    flip_a_byte(house.file(1))
+    node = house.node()
+    node.expect_failure(1)
+    fetched = node.expect(2, house.upload(2, data_of(2)))
+    assert not node.puller.again(fetched._replace(tries=policies.TRIES))
+    assert not node.puller.again(fetched._replace(order=0))
+    assert node.puller.again(fetched._replace(order=1))  # overtaken: nobody asks
+    time.sleep(0.6)
+    assert node.inbox.empty()
+    assert node.puller.again(fetched)
+    again = node.expect(2, data_of(2))
+    assert (again.order, again.tries) == (fetched.order, 2)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
