@@ -29,7 +29,8 @@ class Attached(NamedTuple):
 def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) -> Attached:
     """Freeze all parameters of `model`, which lies on its device, and sketch the gradients of its linear layers and
     fused experts (those that `trainer.targets` names; all, when it names none) in every backward pass from now on.
-    Raises AsyncRLError for names that match nothing or mean the head, and for experts of an unknown layout."""
+    Raises AsyncRLError for names, of targets or ranks, that match nothing or mean the head, and for experts of an
+    unknown layout."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     experts = {
@@ -38,6 +39,7 @@ def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) ->
     named = [block for three in experts.values() for block in three if _chosen(block, trainer.targets)]
     linear = linear_blocks(model, trainer, named)
     blocks = {block.name: block for block in sorted([*linear, *named], key=lambda block: block.name)}
+    _check_ranks(blocks, trainer.ranks)
     device = next(iter(blocks.values())).weight.device
     sketches = Sketches({name: block.sketch_shape for name, block in blocks.items()}, device)
     projections = Projections(base_seed, 0, device)
@@ -90,6 +92,14 @@ def table(blocks: Mapping[str, Block]) -> str:
         for name, rank in sorted(matrices)
     ]
     return "\n".join([*lines, f"{'total':<12}        {matrices.total():>8}  {weights.total():>11,}"])
+
+
+def _check_ranks(blocks: Mapping[str, Block], ranks: Mapping[str, int]) -> None:
+    exist = sorted({name.rpartition(".")[2] for name in blocks})
+    if unused := sorted(ranks.keys() - exist):
+        raise TargetError(
+            f"[trainer.ranks] {unused[0]}: no projection of that name is sketched here; there are: {', '.join(exist)}"
+        )
 
 
 def _chosen(block: Block, names: Sequence[str]) -> bool:

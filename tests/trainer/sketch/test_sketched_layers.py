@@ -77,6 +77,14 @@ def test_it_holds_over_micro_batches_with_layers_computed_again(kind: str, again
     assert_sketched(attached, gradients)
 
 
+@pytest.mark.parametrize("targets", [(), ("q_proj",)])
+def test_a_rank_for_what_is_not_sketched_is_refused_with_the_names_that_are(targets: tuple[str, ...]) -> None:
+    trainer = TrainerConfig(kind="sketch", rank=8, ranks={"q_proj": 5, "o_projection": 3}, targets=targets)
+    exist = "q_proj$" if targets else "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"
+    with pytest.raises(TargetError, match=rf"\[trainer.ranks\] o_projection: .*; there are: {exist}"):
+        attach_sketches(expert_model(), trainer, base_seed=3)
+
+
 def test_it_holds_for_packed_rows() -> None:
     model = dense_model()
     lengths = [9, 4, 7]
