@@ -29,8 +29,8 @@ class Attached(NamedTuple):
 def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) -> Attached:
     """Freeze all parameters of `model`, which lies on its device, and sketch the gradients of its linear layers and
     fused experts (those that `trainer.targets` names; all, when it names none) in every backward pass from now on.
-    Raises AsyncRLError for names, of targets or ranks, that match nothing or mean the head, and for experts of an
-    unknown layout."""
+    Raises AsyncRLError for names, of targets or ranks, that match nothing or mean the head, for layers that share a
+    weight, and for experts of an unknown layout."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     experts = {
@@ -66,6 +66,7 @@ def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Bl
     if trainer.targets and not names:
         return []
     blocks = []
+    owners: dict[int, str] = {}
     for target in resolve_targets(model, names).modules:
         if model.get_submodule(target.name) is model.get_output_embeddings():  # type: ignore[operator]
             raise TargetError(
@@ -73,8 +74,14 @@ def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Bl
                 'of tokens at a time, by its weight alone): leave it out, or set publish = "snapshots" and '
                 "train_embeddings = true"
             )
-        weight = model.get_parameter(f"{target.name}.weight").detach()
-        blocks.append(Block(target.name, target.name, weight, trainer.ranks.get(target.last, trainer.rank)))
+        weight = model.get_parameter(f"{target.name}.weight")
+        if (owner := owners.setdefault(id(weight), target.name)) != target.name:
+            raise TargetError(
+                f"[trainer] targets: {owner} and {target.name} share one weight, which would take two steps of two "
+                "projections at once: name neither of them as a target"
+            )
+        rank = trainer.ranks.get(target.last, trainer.rank)
+        blocks.append(Block(target.name, target.name, weight.detach(), rank))
     return blocks
 
 

@@ -85,6 +85,16 @@ def test_a_rank_for_what_is_not_sketched_is_refused_with_the_names_that_are(targ
         attach_sketches(expert_model(), trainer, base_seed=3)
 
 
+def test_two_layers_with_one_weight_are_refused() -> None:
+    model = dense_model()
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight = first.q_proj.weight
+    with pytest.raises(TargetError, match=r"layers.0.self_attn.q_proj and model.layers.1.self_attn.q_proj share one"):
+        attach_sketches(model, TRAINER, base_seed=3)
+    others = TrainerConfig(kind="sketch", rank=8, targets=("down_proj", "o_proj"))
+    assert len(attach_sketches(model, others, base_seed=3).blocks) == 4
+
+
 def test_it_holds_for_packed_rows() -> None:
     model = dense_model()
     lengths = [9, 4, 7]
