@@ -52,7 +52,7 @@ class FullWeights(AdamW):
         return self.export_whole(path)
 
     def export_whole(self, path: Path) -> str:
-        return write_snapshot(path, self.parameters, None, self.steps, self.steps)
+        return write_snapshot(path, self.parameters, None, self.steps)
 
     def export_final(self, folder: Path) -> None:
         write_whole(folder, self.model, self.model_path)

@@ -57,7 +57,6 @@ class _Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="snapshot"):
     digest: Digest
     weights: Digest
-    version: Counter
     update: Counter
 
 
@@ -102,11 +101,11 @@ class Update(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All parameters; `weights` is their own digest, `digest` the policy's. Tensors are views of the mapped file."""
+    """All parameters; `weights` is their own digest, `digest` the policy's, `update` the number of the optimiser step
+    that comes next. Tensors are views of the mapped file."""
 
     digest: str
     weights: str
-    version: int
     update: int
     tensors: dict[str, torch.Tensor]
 
@@ -153,12 +152,11 @@ def write_base(path: Path, digest: str) -> str:
     return digest
 
 
-def write_snapshot(
-    path: Path, tensors: Mapping[str, torch.Tensor], digest: str | None, version: int, update: int
-) -> str:
-    """Write all parameters; returns the policy's digest: `digest`, or for None the weights' own."""
+def write_snapshot(path: Path, tensors: Mapping[str, torch.Tensor], digest: str | None, update: int) -> str:
+    """Write all parameters, as they are before step `update`; returns the policy's digest: `digest`, or for None the
+    weights' own. Which version that is, the store knows: a version may be several optimiser steps, or none."""
     weights = weights_digest(tensors)
-    _write(path, _Snapshot(digest or weights, weights, version, update), tensors)
+    _write(path, _Snapshot(digest or weights, weights, update), tensors)
     return digest or weights
 
 
@@ -212,7 +210,7 @@ def read_snapshot(path: Path, expected_digest: str | None = None) -> Snapshot:
             f"policy file {path}: its weights are {weights[:16]}…, not {head.weights[:16]}… as it says"
         )
     _expect(path, head.digest, expected_digest)
-    return Snapshot(head.digest, weights, head.version, head.update, tensors)
+    return Snapshot(head.digest, weights, head.update, tensors)
 
 
 def read_update(path: Path, expected_digest: str | None = None) -> Update:

@@ -195,7 +195,7 @@ def test_a_layer_whose_weight_lies_the_other_way_round_is_known_by_its_checkpoin
     rng = np.random.default_rng(0)
     for weight in policies.weights.values():
         weight += rng.normal(0, 0.1, weight.shape).astype(np.float32)
-    digest = write_snapshot(tmp_path / "all", policies.tensors(), None, 1, 1)
+    digest = write_snapshot(tmp_path / "all", policies.tensors(), None, 1)
     serve(engine, [File(PolicyId("main", 1, digest), SNAPSHOT, tmp_path / "all")], tmp_path)
     assert_is(engine, policies)
     tokens = rng.integers(0, VOCAB, 12).astype(np.int32)

@@ -90,7 +90,7 @@ class SketchedPolicies:
         """All weights as they are now, beside the last version."""
         _, version, digest = self.main[-1].policy.name, self.main[-1].policy.version, self.main[-1].policy.digest
         path = self._folder / f"snapshot-{version}-{digest[:8]}.safetensors"
-        write_snapshot(path, self.tensors(), digest, version, version)
+        write_snapshot(path, self.tensors(), digest, version)
         return File(PolicyId(SNAPSHOT, version, digest), SNAPSHOT, path)
 
     def back(self, version: int, weights: dict[str, np.ndarray]) -> None:

@@ -57,7 +57,9 @@ def _project_kernel(
         inside = (token < tokens)[:, None] & ((column >= 0) & (column < columns))[None, :]
         places = x + token.to(tl.int64)[:, None] * x_token + column[None, :] * x_column
         values = tl.load(places, mask=inside, other=0.0).to(operand)
-        if operand == tl.float32:  # in two parts that TF32 holds: 11 bits, and the rest of the 24; a sign is one bit
+        # In two parts: the 11 bits that TF32 holds, and the 13 below, of which it cuts off the last two: 2⁻²² of the
+        # value at most, no more than a sum in float32 loses. A sign is one bit.
+        if operand == tl.float32:
             upper = (values.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
             total = tl.dot(values - upper, tl.trans(sign), total, input_precision="tf32")
             total = tl.dot(upper, tl.trans(sign), total, input_precision="tf32")

@@ -45,7 +45,7 @@ def write(
     folder: Path, parameters: Mapping[str, torch.Tensor], memory: Memory, draw: Draw, steps: int, model_path: str
 ) -> None:
     """Weights, state and counters; the update's file is the chain's to write."""
-    digest = write_snapshot(folder / WEIGHTS_FILE, parameters, None, steps, steps)
+    digest = write_snapshot(folder / WEIGHTS_FILE, parameters, None, steps)
     write_tensors(folder / SKETCH_FILE, _flat(memory), {DRAW_KEY: msgspec.json.encode(draw).decode()})
     write_counters(folder, Counters(steps, digest, model_path, "sketch"))
 

@@ -43,8 +43,9 @@ class SketchWeights:
     """`trainer.learnable.Learnable`. `seed` draws the projections. Weights are float32, or bfloat16 with stochastic
     rounding (`rounding_noise`, ‖noise‖ / ‖update‖ of the last step, says at what price; None in float32).
 
-    The optimiser's state moves with the weights, in `take`: what is only proposed leaves everything but the sketches as
-    it was. Raises AsyncRLError, and ConfigError for a running mean that would outgrow everything."""
+    Of the sketches' optimiser the state moves with the weights, in `take`: what is only proposed leaves it, though not
+    the sketches, as it was. That of embeddings (AdamW) moves when a step is proposed. Raises AsyncRLError, and
+    ConfigError for a running mean that would outgrow everything."""
 
     has_base = False
 
@@ -185,14 +186,14 @@ class SketchWeights:
             return self.chain.export(path, self.steps)
         if not self.steps:
             return write_base(path, weights_digest(self.parameters))
-        return write_snapshot(path, self.parameters, None, self.steps, self.steps)
+        return write_snapshot(path, self.parameters, None, self.steps)
 
     def export_whole(self, path: Path) -> str:
         if self.trainer.publish == "snapshots":
-            return write_snapshot(path, self.parameters, None, self.steps, self.steps)
+            return write_snapshot(path, self.parameters, None, self.steps)
         if not self.chain.exported:
             raise AsyncRLError(f"{path}: the weights have moved since the last export, whose policy this is to be")
-        return write_snapshot(path, self.parameters, self.chain.digest, self.steps, self.steps)
+        return write_snapshot(path, self.parameters, self.chain.digest, self.steps)
 
     def export_final(self, folder: Path) -> None:
         write_whole(folder, self.model, self.model_path)

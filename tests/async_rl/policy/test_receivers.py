@@ -137,7 +137,7 @@ def test_receivers_have_the_trainers_weights_bit_for_bit(storage: Storage, tmp_p
             receive(receivers[name], update, apply)
         if number in (*RESTARTS, LATE):
             snapshot = tmp_path / "snapshot"
-            write_snapshot(snapshot, trainer, digest, version=number + 1, update=number + 1)
+            write_snapshot(snapshot, trainer, digest, update=number + 1)
             read = clone(read_snapshot(snapshot, digest).tensors)
             restarted, late = (restarted, read) if number == LATE else (read, late)
     expected = weights_digest(trainer)

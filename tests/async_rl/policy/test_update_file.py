@@ -130,11 +130,11 @@ def test_a_snapshot_holds_the_weights_under_the_policys_digest(tmp_path: Path) -
         "d": torch.ones(()),
     }
     own = weights_digest(tensors)
-    assert write_snapshot(path, tensors, None, version=4, update=5) == own
+    assert write_snapshot(path, tensors, None, update=5) == own
     assert read_snapshot(path, own).digest == own
-    assert write_snapshot(path, tensors, "a" * 64, version=4, update=5) == "a" * 64
+    assert write_snapshot(path, tensors, "a" * 64, update=5) == "a" * 64
     snapshot = read_snapshot(path, "a" * 64)
-    assert (snapshot.weights, snapshot.version, snapshot.update) == (own, 4, 5)
+    assert (snapshot.weights, snapshot.update) == (own, 5)
     assert {name: (t.dtype, t.shape) for name, t in snapshot.tensors.items()} == {
         name: (t.dtype, t.shape) for name, t in tensors.items()
     }
@@ -174,7 +174,7 @@ def test_the_files_are_safetensors_files_both_ways(tmp_path: Path) -> None:
 
 
 def test_changing_what_was_read_does_not_change_the_file(tmp_path: Path) -> None:
-    write_snapshot(tmp_path / "snapshot", {"a": torch.ones(3)}, None, 0, 0)
+    write_snapshot(tmp_path / "snapshot", {"a": torch.ones(3)}, None, 0)
     read_snapshot(tmp_path / "snapshot").tensors["a"].zero_()
     assert read_snapshot(tmp_path / "snapshot").tensors["a"].sum() == 3
 
@@ -215,7 +215,7 @@ def test_a_changed_bit_is_refused(tmp_path: Path) -> None:
 
 def test_another_policy_than_the_announced_is_refused(tmp_path: Path) -> None:
     written(tmp_path / "update")
-    write_snapshot(tmp_path / "snapshot", {"a": torch.ones(3)}, None, 0, 0)
+    write_snapshot(tmp_path / "snapshot", {"a": torch.ones(3)}, None, 0)
     for read, name in ((read_update, "update"), (read_snapshot, "snapshot")):
         with pytest.raises(PolicyFileError, match="is not the announced ffffffff"):
             read(tmp_path / name, "f" * 64)
@@ -223,7 +223,7 @@ def test_another_policy_than_the_announced_is_refused(tmp_path: Path) -> None:
 
 def test_one_sort_of_file_is_not_taken_for_another(tmp_path: Path) -> None:
     written(tmp_path / "factors")
-    write_snapshot(tmp_path / "snapshot", {"a": torch.ones(3)}, None, 0, 0)
+    write_snapshot(tmp_path / "snapshot", {"a": torch.ones(3)}, None, 0)
     write_base(tmp_path / "base", BASE)
     reads: dict[str, Callable[[Path], object]] = {"base": read_base, "snapshot": read_snapshot, "factors": read_update}
     for name, read in reads.items():
@@ -355,11 +355,11 @@ def test_a_dense_parameter_that_is_not_finite_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["../a", "", "a b", "a/../b", "a\n"])
 def test_what_could_not_be_read_is_not_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(PolicyFileError):
-        write_snapshot(tmp_path / "x", {name: torch.ones(1)}, None, 0, 0)
+        write_snapshot(tmp_path / "x", {name: torch.ones(1)}, None, 0)
     with pytest.raises(PolicyFileError):
         write_update(tmp_path / "x", base_seed=-1, update=0, parent=BASE, factors=change())
     with pytest.raises(PolicyFileError):
-        write_snapshot(tmp_path / "x", {"a": torch.ones(1, dtype=torch.int64)}, None, 0, 0)
+        write_snapshot(tmp_path / "x", {"a": torch.ones(1, dtype=torch.int64)}, None, 0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -258,9 +258,11 @@ def test_policies_can_be_published_whole(tmp_path: Path) -> None:
     base = weights.export(tmp_path / "policy")
     assert read_base(tmp_path / "policy").digest == base
     step(weights, 0)
+    step(weights, 1)
     digest = weights.export(tmp_path / "policy")
     snapshot = read_snapshot(tmp_path / "policy", digest)
     assert digest == snapshot.weights == weights_digest(weights.parameters)
+    assert snapshot.update == weights.steps == 2  # whichever version that is
     assert_same(weights, snapshot.tensors)
 
 
