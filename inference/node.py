@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +54,7 @@ from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.proof import Prover, logprob_bound
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
+from inference.scratch import Scratch
 from inference.serving import Serving
 
 log = logging.getLogger("node")
@@ -361,7 +360,7 @@ def body(context: PoolContext) -> None:
         engine = make_engine(config, path)
         tokenizer = load_tokenizer(path)
     log.info("engine: %s", engine.describe())
-    scratch = Path(tempfile.mkdtemp(prefix="async-rl-node-"))
+    scratch = Scratch()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     scorer = Scorer(config.task, config.inference.score_timeout, inbox)
     try:
@@ -369,7 +368,7 @@ def body(context: PoolContext) -> None:
         ready = NodeReady(
             engine.capabilities.name, config.inference.slots, fingerprint(config, path), logprob_bound(engine, config)
         )
-        puller = PolicyPuller(store, scratch, inbox, routed=engine.capabilities.in_place)
+        puller = PolicyPuller(store, scratch.path, inbox, routed=engine.capabilities.in_place)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
         gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
         settle()
@@ -382,7 +381,7 @@ def body(context: PoolContext) -> None:
     finally:
         scorer.close()
         engine.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.remove()
 
 
 def load_tokenizer(path: Path) -> object:
