@@ -57,10 +57,16 @@ def encode(displacement: torch.Tensor) -> Factors:
             raise AsyncRLError("encode: the displacement has a number that is not finite or above 2^100")
         mantissa, exponent = torch.frexp(largest / LARGEST_Q)  # mantissa in [½, 1): at ½ the logarithm is whole
         exponent = (exponent - (mantissa == 0.5).int()).clamp_(min=SMALLEST_EXPONENT)
-        scale = torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, SMALLEST_EXPONENT))
-        q[block] = (wanted / scale[:, None]).round_().clamp_(-LARGEST_Q, LARGEST_Q).to(torch.int16)
-        s[block] = scale.float()
+        scale = power_of_two(torch.where(largest > 0, exponent, SMALLEST_EXPONENT))
+        q[block] = (wanted / scale.double()[:, None]).round_().clamp_(-LARGEST_Q, LARGEST_Q).to(torch.int16)
+        s[block] = scale
     return Factors(q.reshape(displacement.shape), s.reshape(displacement.shape[:-1]))
+
+
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """float32 2^exponent, of int32 from −126 to 127: by its bits, because torch.ldexp takes a device's pow, which a GPU
+    rounds."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def decode(factors: Factors) -> torch.Tensor:

@@ -173,9 +173,15 @@ def write_update(
     before: tuple[Step, ...] = (),
 ) -> str:
     """Write what leads from the policy `parent` to the next, and return that one's digest. `drawn`: the update at which
-    the projection was drawn, if not this one; `before`: earlier steps since `parent`."""
+    the projection was drawn, if not this one; `before`: earlier steps since `parent`. Raises PolicyFileError, and
+    writes nothing, for what nobody would read."""
     steps = (*before, Step(update, update if drawn is None else drawn, dict(factors)))
     tensors = _step_tensors(steps) | {f"dense/{name}": tensor for name, tensor in (dense or {}).items()}
+    try:
+        _check_layout(tensors, len(steps))
+        _check_values(tensors)
+    except ValueError as error:
+        raise PolicyFileError(f"{path}: cannot be written: {error}") from error
     seeds = tuple(StepSeed(step.update, step.drawn) for step in steps)
     digest = _next_digest(base_seed, parent, storage, seeds, tensors)
     _write(path, _Factors(base_seed, parent, digest, storage, seeds), tensors)
@@ -303,7 +309,7 @@ def _parts(name: str) -> tuple[str, str, str]:
     return group, name, part
 
 
-def _check_layout(tensors: Mapping[str, TensorInfo], steps: int) -> None:
+def _check_layout(tensors: Mapping[str, TensorInfo] | Mapping[str, torch.Tensor], steps: int) -> None:
     """Names, dtypes and shapes of an update, before any of its bytes is looked at. Raises ValueError."""
     indices = {str(index) for index in range(steps)}
     for full, info in tensors.items():

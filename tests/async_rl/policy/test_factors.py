@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from async_rl.errors import AsyncRLError
 from async_rl.policy import factors as factors_module
-from async_rl.policy.factors import Factors, apply_, apply_numpy, decode, encode
+from async_rl.policy.factors import Factors, apply_, apply_numpy, decode, encode, power_of_two
 from async_rl.policy.projection import projection_key, signs_numpy
 from async_rl.policy.rounding import rounding_key
 
@@ -196,6 +196,11 @@ def test_a_scale_is_the_smallest_power_of_two_that_holds_its_row(rank: int, size
             assert np.abs(wanted[row]).max() > 32767 * scale / 2 * (1 - 1e-12)
         assert np.abs(wanted[row] - scale * q[row].numpy().astype(np.float64)).max() <= scale / 2 * (1 + 1e-9)
         assert np.abs(q[row].numpy().astype(int)).max() <= 32767
+
+
+def test_a_power_of_two_has_no_other_bit_in_the_whole_range() -> None:
+    exponents = torch.arange(-126, 128, dtype=torch.int32)
+    assert power_of_two(exponents).tolist() == [2.0**exponent for exponent in exponents.tolist()]
 
 
 def test_a_largest_number_on_a_power_of_two_fills_the_range() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from async_rl.policy import update_file
 from async_rl.policy.factors import Factors, encode
 from async_rl.policy.projection import projection_key
 from async_rl.policy.tensor_file import PolicyFileError, read_header, read_tensors, write_tensors
@@ -338,17 +340,30 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, edit: Callable[[dict[str,
         Factors(torch.ones(2, 3, dtype=torch.int16), torch.ones(2).bfloat16()),
     ],
 )
-def test_factors_that_no_encoder_gives_are_refused(tmp_path: Path, factors: Factors) -> None:
-    path = tmp_path / "update"
-    write_update(path, base_seed=0, update=0, parent=BASE, factors={"a": factors})
-    with pytest.raises(PolicyFileError):
-        read_update(path)
+def test_factors_that_no_encoder_gives_are_neither_written_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: Factors
+) -> None:
+    refused_both_ways(tmp_path / "update", monkeypatch, {"a": factors}, {})
 
 
-def test_a_dense_parameter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "update"
-    write_update(path, base_seed=0, update=0, parent=BASE, factors={}, dense={"a": torch.tensor([1.0, float("nan")])})
-    with pytest.raises(PolicyFileError, match="a value that no encoder gives"):
+def test_a_dense_parameter_that_is_not_finite_is_neither_written_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused_both_ways(tmp_path / "update", monkeypatch, {}, {"a": torch.tensor([1.0, float("nan")])})
+
+
+def refused_both_ways(
+    path: Path, monkeypatch: pytest.MonkeyPatch, factors: dict[str, Factors], dense: dict[str, torch.Tensor]
+) -> None:
+    write = functools.partial(write_update, path, base_seed=0, update=0, parent=BASE, factors=factors, dense=dense)
+    with pytest.raises(PolicyFileError, match="cannot be written"):
+        write()
+    assert not path.exists()
+    with monkeypatch.context() as other:  # a writer that looks at nothing
+        for check in ("_check_layout", "_check_values"):
+            other.setattr(update_file, check, lambda *_: None)
+        write()
+    with pytest.raises(PolicyFileError, match="update: "):
         read_update(path)
 
 
