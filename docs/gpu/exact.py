@@ -14,11 +14,13 @@ import torch
 
 from async_rl.policy.factors import apply_, encode
 from async_rl.policy.projection import signs, triton_runs_on
-from trainer.kernels.sketching import accumulate_, project
+from trainer.kernels.grouped import expert_products, separate_products, sorted_bounds
+from trainer.kernels.sketching import accumulate_, accumulate_groups_, project
 
 KEY, ROUNDING = (1234567, 89), (5, 4_000_000_000)
 LAYERS = ((7, 130, 5), (257, 1000, 64), (1536, 8960, 256))  # rows, columns, rank
 EXPERTS = (3, 65, 96, 16)
+GROUPS = (5, 64, 96, 16)  # rows that torch's grouped product takes
 TOKENS = (1, 333, 4096)
 
 
@@ -61,6 +63,28 @@ def close_products(device: torch.device, dtype: torch.dtype, tokens: int, layer:
     assert gap <= 1e-4, f"accumulate: {dtype}, {tokens} tokens, {layer}: {gap:.2g}"
 
 
+def close_groups(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    """Products of experts with their own tokens, forward, backward, and into their sketches."""
+    experts, rows, columns, rank = GROUPS
+    chosen = torch.randint(experts - 1, (tokens,)).sort().values  # the last expert gets none
+    bounds, there = sorted_bounds(chosen, experts), sorted_bounds(chosen.to(device), experts)
+    weight = torch.randn(experts, 2 * rows, columns).to(dtype).chunk(2, dim=1)[1]
+    for x, factor in (
+        (torch.randn(tokens, columns).to(dtype), weight.transpose(1, 2)),
+        (torch.randn(tokens, rows).to(dtype), weight),
+    ):
+        exact = separate_products(x.double(), factor.double(), bounds)
+        found = expert_products(x.to(device), factor.to(device), there)
+        gap = float((found.double().cpu() - exact).abs().max() / exact.abs().max())
+        assert gap <= (1e-5 if dtype == torch.float32 else 1e-2), f"experts: {dtype}, {tokens} tokens: {gap:.2g}"
+    gradient, projected = torch.randn(tokens, rows).to(dtype), torch.randn(tokens, rank).to(dtype)
+    sketch, exact = torch.zeros(experts, rows, rank, device=device), torch.zeros(experts, rows, rank).double()
+    accumulate_groups_(sketch, gradient.to(device), projected.to(device), there, 0.5)
+    accumulate_groups_(exact, gradient, projected, bounds, 0.5)
+    gap = float((sketch.double().cpu() - exact).abs().max() / exact.abs().max())
+    assert gap <= 1e-4, f"sketches of experts: {dtype}, {tokens} tokens: {gap:.2g}"
+
+
 def main() -> None:
     device = torch.device("cpu" if sys.argv[1:] == ["cpu"] else "cuda")
     assert device.type == "cpu" or triton_runs_on(device), "Triton is not installed, so there is no kernel to compare"
@@ -73,9 +97,13 @@ def main() -> None:
             same_weights(device, dtype, (rows, columns), rank, start)
         *shape, rank = EXPERTS
         same_weights(device, dtype, tuple(shape), rank, 0)
+        for tokens in TOKENS:
+            close_groups(device, dtype, tokens)
         for tokens, layer in product(TOKENS, layers):
             close_products(device, dtype, tokens, layer)
-        print(f"{dtype}: {2 * len(layers) + 1} applications to the bit, {len(TOKENS) * len(layers)} products close")
+        print(
+            f"{dtype}: {2 * len(layers) + 1} applications to the bit, {len(TOKENS) * (len(layers) + 1)} products close"
+        )
     print("all equal")
 
 

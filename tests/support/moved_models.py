@@ -41,8 +41,11 @@ def weight_of(model: Any, name: str) -> torch.Tensor:
 
 
 def in_float64(model: Any) -> Any:
-    """The model itself, and what its fused experts' projections look at."""
+    """The model itself, and what its fused experts' projections look at; experts one by one, because torch's grouped
+    product is not made for it."""
     model.to(torch.float64)
+    if getattr(model.config, "_experts_implementation", None):
+        model.set_experts_implementation("eager")
     for module in model.modules():
         for name, projection in getattr(module, "projections", {}).items():
             fused = module.gate_up_proj.data.chunk(2, dim=1)

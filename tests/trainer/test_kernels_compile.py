@@ -72,8 +72,15 @@ def test_the_products_of_a_sketch_compile_with_loads_ahead(dtype: str, rank: int
         kernels._project_kernel, types, {"x_column": 1, "tile_columns": kernels.TILE_COLUMNS, **tiles}
     ).asm["ptx"]
     accumulate = compiled(
-        kernels._accumulate_kernel, types, {"gradient_row": 1, "add": True, "tile_rows": kernels.TILE_ROWS, **tiles}
+        kernels._accumulate_kernel,
+        types,
+        {"bounds": None, "gradient_row": 1, "add": True, "tile_rows": kernels.TILE_ROWS, **tiles},
     ).asm["ptx"]
-    for code in (project, accumulate):
+    by_expert = compiled(
+        kernels._accumulate_kernel,
+        types | {"bounds": "*i32"},
+        {"gradient_row": 1, "add": True, "tile_rows": kernels.TILE_ROWS, **tiles},
+    ).asm["ptx"]
+    for code in (project, accumulate, by_expert):
         assert "mma" in code
     assert "cp.async" in project

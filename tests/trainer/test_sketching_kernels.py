@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -85,6 +87,26 @@ def test_the_kernel_accumulates(tokens: int, rows: int, rank: int, dtype: torch.
         triton_kernels.accumulate_(sketch, wide.to(DEVICE)[:, ::2], p.to(DEVICE), 0.5)
     assert near(sketches[0], expected)
     assert torch.equal(sketches[0], sketches[1])
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(("counts", "rows", "rank"), [((1,), 1, 1), ((0, 3, 0, 70, 1), 33, 7), ((200, 0), 65, 16)])
+def test_the_kernel_accumulates_by_expert(counts: tuple[int, ...], rows: int, rank: int, dtype: torch.dtype) -> None:
+    """An expert without tokens keeps its sketch to the bit."""
+    from trainer.kernels import triton_kernels
+
+    tokens = sum(counts)
+    wide, p = made(tokens, 2 * rows, dtype, 1), made(tokens, rank, dtype, 2)
+    before = torch.stack([made(rows, rank, torch.float32, 3 + expert) for expert in range(len(counts))])
+    bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    sketch = before.to(DEVICE, copy=True)
+    triton_kernels.accumulate_groups_(sketch, wide.to(DEVICE)[:, ::2], p.to(DEVICE), bounds.to(DEVICE), 0.5)
+    for expert, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
+        g, own = wide[first:last, ::2].double().numpy(), p[first:last].double().numpy()
+        assert near(sketch[expert], before[expert].double().numpy() + 0.5 * g.T @ own)
+        if first == last:
+            assert torch.equal(sketch[expert].cpu(), before[expert])
 
 
 @runs_kernels

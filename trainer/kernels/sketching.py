@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from async_rl.policy.factors import whole_float32
 from async_rl.policy.projection import ProjectionKey, triton_runs_on
+from trainer.kernels.grouped import parts, takes_grouped
 
 
 def project(
@@ -37,3 +39,23 @@ def accumulate_(sketch: torch.Tensor, gradient: torch.Tensor, projected: torch.T
         return
     with whole_float32():
         sketch.addmm_(gradient.to(sketch.dtype).T, projected.to(sketch.dtype), alpha=scale)
+
+
+def accumulate_groups_(
+    sketch: torch.Tensor, gradient: torch.Tensor, projected: torch.Tensor, bounds: torch.Tensor, scale: float = 1.0
+) -> None:
+    """`accumulate_` of each expert's own tokens into its own sketch: sketch float32 [experts, rows, rank], and tokens
+    sorted by expert (see `grouped`). One product for all experts where there is one."""
+    if triton_runs_on(sketch.device) and sketch.is_contiguous():
+        from trainer.kernels import triton_kernels
+
+        triton_kernels.accumulate_groups_(sketch, gradient, projected, bounds, scale)
+        return
+    gradient, projected = gradient.to(sketch.dtype).contiguous(), projected.to(sketch.dtype).contiguous()
+    with whole_float32():
+        if takes_grouped(gradient, projected):
+            sketch.add_(nn.functional.grouped_mm(gradient.T, projected, offs=bounds[1:]), alpha=scale)
+            return
+        for own, g, p in zip(sketch, parts(gradient, bounds), parts(projected, bounds), strict=True):
+            if len(g):
+                own.addmm_(g.T, p, alpha=scale)

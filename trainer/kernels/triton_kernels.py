@@ -74,6 +74,7 @@ def _accumulate_kernel(
     partial: tl.tensor,
     gradient: tl.tensor,
     projected: tl.tensor,
+    bounds: tl.tensor | None,
     tokens: tl.tensor,
     rows: tl.tensor,
     rank: tl.tensor,
@@ -87,12 +88,16 @@ def _accumulate_kernel(
     tile_rows: tl.constexpr,
     tile_rank: tl.constexpr,
 ) -> None:
-    """One tile of one split's sum over its tokens: partial [splits, rows, rank] is set, or with `add` added to."""
+    """One tile of one split's sum over its tokens: partial [splits, rows, rank] is set, or with `add` added to. Splits
+    are of equal length, or begin and end where `bounds` [splits + 1] says."""
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     place = tl.program_id(1) * tile_rank + tl.arange(0, tile_rank)
     split = tl.program_id(2)
-    begin = split * tokens_a_split
-    end = tl.minimum(begin + tokens_a_split, tokens)
+    if bounds is None:
+        begin = split * tokens_a_split
+        end = tl.minimum(begin + tokens_a_split, tokens)
+    else:
+        begin, end = tl.load(bounds + split), tl.load(bounds + split + 1)
     total = tl.zeros([tile_rows, tile_rank], tl.float32)
     for first in range(begin, end, tile_tokens):
         token = first + tl.arange(0, tile_tokens)
@@ -148,29 +153,52 @@ def accumulate_(sketch: torch.Tensor, gradient: torch.Tensor, projected: torch.T
     rank = projected.shape[1]
     if not tokens:
         return
-    tile_rank = _tile_rank(rank)
-    tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(rank, tile_rank)
+    tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(rank, _tile_rank(rank))
     splits = max(1, min(MAX_SPLITS, ENOUGH_TILES // tiles, tokens // (8 * TILE_TOKENS)))
-    partial = sketch if splits == 1 else torch.empty(splits, rows, rank, device=sketch.device)
+    partial = sketch[None] if splits == 1 else torch.empty(splits, rows, rank, device=sketch.device)
+    _accumulate(partial, gradient, projected, None, scale, add=splits == 1)
+    if splits > 1:
+        sketch += partial.sum(0)
+
+
+def accumulate_groups_(
+    sketch: torch.Tensor, gradient: torch.Tensor, projected: torch.Tensor, bounds: torch.Tensor, scale: float
+) -> None:
+    """sketching.accumulate_groups_ for a contiguous sketch: one launch for all experts."""
+    if len(gradient):
+        _accumulate(sketch, gradient, projected, bounds, scale, add=True)
+
+
+def _accumulate(
+    partial: torch.Tensor,
+    gradient: torch.Tensor,
+    projected: torch.Tensor,
+    bounds: torch.Tensor | None,
+    scale: float,
+    *,
+    add: bool,
+) -> None:
+    tokens = len(gradient)
+    splits, rows, rank = partial.shape
+    tile_rank = _tile_rank(rank)
     _accumulate_kernel[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(rank, tile_rank), splits)](
         partial,
         gradient,
         projected.contiguous(),
+        bounds,
         tokens,
         rows,
         rank,
         *gradient.stride(),
         triton.cdiv(tokens, splits),
         scale,
-        add=splits == 1,
+        add=add,
         operand=_operand(gradient.dtype),
         tile_tokens=TILE_TOKENS,
         tile_rows=TILE_ROWS,
         tile_rank=tile_rank,
         num_warps=WARPS,
     )
-    if splits > 1:
-        sketch += partial.sum(0)
 
 
 def _tile_rank(rank: int) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.kernels.sketching import accumulate_, project
+from trainer.kernels.sketching import accumulate_, accumulate_groups_, project
 from trainer.sketch.projections import Projections
 
 
@@ -48,7 +48,11 @@ class Accumulator(NamedTuple):
         drawn = self.projections
         return project(x, drawn.key(name), rank, lambda: drawn.signs(name, rank, columns))
 
-    def add(self, gradient: torch.Tensor, projected: torch.Tensor, expert: int | None = None) -> None:
-        """S (of one expert) += gradientᵀ · projected / √rank, of gradient [n, rows] and projected [n, rank]."""
-        sketch = self.sketch if expert is None else self.sketch[expert]
-        accumulate_(sketch, gradient, projected, 1 / math.sqrt(self.block.rank))
+    def add(self, gradient: torch.Tensor, projected: torch.Tensor, bounds: torch.Tensor | None = None) -> None:
+        """S += gradientᵀ · projected / √rank, of gradient [n, rows] and projected [n, rank]; with `bounds`, of each
+        expert's rows into its own (see `trainer.kernels.grouped`)."""
+        scale = 1 / math.sqrt(self.block.rank)
+        if bounds is None:
+            accumulate_(self.sketch, gradient, projected, scale)
+        else:
+            accumulate_groups_(self.sketch, gradient, projected, bounds, scale)

@@ -1,13 +1,14 @@
 """Fused experts (3-D weights, transformers 5), sketched inside the grouped product.
 
-Tokens are sorted by the expert they go to, and each expert multiplies its own stretch. All experts of a layer share
-the projection A of a row block, so P = x Aᵀ is one product over all stretches; each has a sketch of its own,
-S_e = g_eᵀ P_e. gate_up_proj is two row blocks with two projections, as in the checkpoint.
+Tokens are sorted by the expert they go to, and each expert multiplies its own stretch, in one grouped product. All
+experts of a layer share the projection A of a row block, so P = x Aᵀ is one product over all stretches; each has a
+sketch of its own, S_e = g_eᵀ P_e, grouped again. gate_up_proj is two row blocks with two projections, as in the
+checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from async_rl.errors import AsyncRLError
+from trainer.kernels.grouped import expert_products, separate_products, sorted_bounds
 from trainer.sketch.blocks import Accumulator, Block
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"  # as in the checkpoint
 GATE_UP = "gate_up_proj"
 PROJECTIONS = "projections"  # below an experts module
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -54,22 +58,33 @@ def expert_blocks(path: str, experts: nn.Module, ranks: Mapping[str, int], rank:
 
 def attach_experts(experts: nn.Module, accumulators: Mapping[str, Accumulator], anchor: torch.Tensor) -> None:
     """Let `experts` sketch the gradients of those of gate_proj, up_proj and down_proj that have an accumulator,
-    wherever gradients are wanted, and compute by the same grouped product elsewhere. `anchor`: see `attach_linear`."""
+    wherever gradients are wanted; elsewhere (no_grad) they compute as they did. Only as "eager" experts, which step
+    control asks for, are they computed projection by projection there too. `anchor`: see `attach_linear`."""
     fused, down = (experts.get_parameter(name).detach() for name in (GATE_UP, DOWN))
     weights = dict(zip((GATE, UP, DOWN), (*fused.chunk(2, dim=1), down), strict=True))
     parts = {name: ExpertProjection(weight, accumulators.get(name), anchor) for name, weight in weights.items()}
     experts.add_module(PROJECTIONS, nn.ModuleDict(parts))
-    experts.forward = partial(_forward, experts)  # type: ignore[method-assign]
+    experts.forward = partial(_forward, experts, experts.forward)  # type: ignore[method-assign]
 
 
-def _forward(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _forward(
+    experts: Any,
+    plain: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
     """transformers' contract of an experts module: hidden [tokens, width], chosen int64 and weights [tokens, k]."""
+    eager = experts.config._experts_implementation == "eager"
+    if not eager and not torch.is_grad_enabled():
+        return plain(hidden, chosen, weights)
     k = chosen.shape[-1]
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
-    counts = torch.bincount(expert, minlength=experts.num_experts).tolist()
+    bounds = sorted_bounds(expert, experts.num_experts)
+    product = separate_products if eager else expert_products
     x, parts = hidden[order // k], experts.projections
-    inside = experts._apply_gate(torch.cat([parts[GATE](x, counts), parts[UP](x, counts)], dim=-1))
-    out = parts[DOWN](inside, counts) * weights.reshape(-1)[order, None]
+    inside = experts._apply_gate(torch.cat([parts[GATE](x, bounds, product), parts[UP](x, bounds, product)], dim=-1))
+    out = parts[DOWN](inside, bounds, product) * weights.reshape(-1)[order, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     total: torch.Tensor = out[back].view(*chosen.shape, -1).sum(dim=1)
@@ -86,17 +101,12 @@ class ExpertProjection(nn.Module):
         self._accumulator = accumulator
         self._anchor = anchor
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """[n, out] of x [n, in], which is sorted by expert: `counts` rows for each."""
+    def forward(self, x: torch.Tensor, bounds: torch.Tensor, product: Product) -> torch.Tensor:
+        """[n, out] of x [n, in], whose rows are sorted by expert: see `trainer.kernels.grouped`."""
         if not torch.is_grad_enabled():
-            return _products(x, self.weight, counts)
-        out: torch.Tensor = _SketchedExperts.apply(x, self.weight, counts, self._accumulator, self._anchor)
+            return product(x, self.weight.transpose(1, 2), bounds)
+        out: torch.Tensor = _SketchedExperts.apply(x, self.weight, bounds, product, self._accumulator, self._anchor)
         return out
-
-
-def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    parts = [part @ weight[expert].T for expert, part in enumerate(x.split(list(counts))) if len(part)]
-    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
 
 
 class _SketchedExperts(torch.autograd.Function):
@@ -105,22 +115,20 @@ class _SketchedExperts(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        counts: Sequence[int],
+        bounds: torch.Tensor,
+        product: Product,
         accumulator: Accumulator | None,
         anchor: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.counts, ctx.accumulator = list(counts), accumulator
-        ctx.save_for_backward(weight, *(() if accumulator is None else (accumulator.project(x),)))
-        return _products(x, weight, counts)
+        ctx.product, ctx.accumulator = product, accumulator
+        ctx.save_for_backward(weight, bounds, *(() if accumulator is None else (accumulator.project(x),)))
+        return product(x, weight.transpose(1, 2), bounds)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        weight, *projected = ctx.saved_tensors
+        weight, bounds, *projected = ctx.saved_tensors
         for values in projected:
-            parts = zip(gradient.split(ctx.counts), values.split(ctx.counts), strict=True)
-            for expert, (own, kept) in enumerate(parts):
-                if len(own):
-                    ctx.accumulator.add(own, kept, expert)
-        below = _products(gradient, weight.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
-        return below, None, None, None, None
+            ctx.accumulator.add(gradient, values, bounds)
+        below = ctx.product(gradient, weight, bounds) if ctx.needs_input_grad[0] else None
+        return below, None, None, None, None, None

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from trainer.kernels.grouped import separate_products
 from trainer.learnable import LowRank, Proposal
 
 T = TypeVar("T")
@@ -87,8 +88,8 @@ def _low_rank(model: nn.Module, tangents: Mapping[str, Sequence[LowRank]], add: 
         inner = x.to(wide) @ a.T
         if b.dim() == 2:
             return add(out, inner @ b.T)
-        # All experts of a layer share a; rows are sorted by expert, and args[1] counts them (ExpertProjection).
-        return add(out, torch.cat([part @ own.T for part, own in zip(inner.split(args[1]), b, strict=True)]))
+        # All experts of a layer share a; rows are sorted by expert, with bounds args[1] (ExpertProjection).
+        return add(out, separate_products(inner, b.transpose(1, 2), args[1]))
 
     handles: list[RemovableHandle] = []
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sketched import dense_gradients, dense_model, expert_model, some_loss, some_tokens
 from tiny_lm import tiny_lm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config import TrainerConfig
 from trainer.activation_checkpointing import checkpoint_layers
@@ -165,6 +166,38 @@ def test_the_outputs_are_those_of_the_plain_model(kind: str) -> None:
         attach_sketches(model, TRAINER, base_seed=3)
         torch.testing.assert_close(model(tokens).logits, before, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model(tokens).logits.detach(), before, rtol=1e-5, atol=1e-6)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "mm" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def products_of(call: Callable[[], Any]) -> int:
+    with Products() as products:
+        call()
+    return products.count
+
+
+@pytest.mark.parametrize("experts", [4, 32])
+def test_experts_are_multiplied_in_one_product_with_and_without_gradients(experts: int) -> None:
+    model = expert_model(num_experts=experts, num_experts_per_tok=4)
+    tokens, trainer = some_tokens(), TrainerConfig(kind="sketch", rank=8)
+
+    @torch.no_grad()
+    def scored() -> None:
+        model(input_ids=tokens, use_cache=False)
+
+    before = products_of(scored)
+    attach_sketches(model, trainer, base_seed=3)
+    assert products_of(scored) == before
+    # Forward two for each of 11 linear layers and 3 experts' projections (x Wᵀ and x Aᵀ), backward two again.
+    assert products_of(lambda: some_loss(model, tokens).backward()) <= before + 4 * (11 + 3)
 
 
 def test_the_mean_over_draws_converges_to_the_gradient_at_one_over_the_root() -> None:
