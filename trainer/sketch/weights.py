@@ -84,11 +84,13 @@ class SketchWeights:
             self.embeddings.zero()
 
     def reduce(self, group: distributed.ProcessGroup | None = None) -> None:
-        """With several ranks, after the backward passes and before `norm`: see `Sketches.reduce`."""
+        """With several ranks, after the backward passes and before `norm`: see `Sketches.reduce`. Every rank sums the
+        same tensors, also one whose part of the batch was empty: the others would wait for it."""
         self.sketches.reduce(group)
         for parameter in self.embeddings.parameters.values() if self.embeddings else ():
-            if parameter.grad is not None:
-                distributed.all_reduce(parameter.grad, group=group)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            distributed.all_reduce(parameter.grad, group=group)
 
     def norm(self) -> float:
         """The gradient's, on average: E‖G Aᵀ‖² = ‖G‖²."""

@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sketched_rank
 
 
-def test_two_ranks_with_uneven_halves_take_the_steps_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", sketched_rank.HALVES)
+def test_two_ranks_take_the_steps_of_one(tmp_path: Path, case: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-P", sketched_rank.__file__, str(rank), str(tmp_path)],
+            [sys.executable, "-P", sketched_rank.__file__, str(rank), str(tmp_path), case],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -23,7 +25,7 @@ def test_two_ranks_with_uneven_halves_take_the_steps_of_one(tmp_path: Path) -> N
         for rank in range(2)
     ]
     try:
-        alone = sketched_rank.trained(slice(None), together=False)
+        alone = sketched_rank.trained(case, sketched_rank.WHOLE, together=False)
         for process in ranks:
             _, errors = process.communicate(timeout=90)
             assert process.returncode == 0, errors
