@@ -3,6 +3,7 @@ the reading for Prometheus."""
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -37,6 +38,7 @@ class Observed:
         self.trouble = 0
         self.strays: Counter[str] = Counter()  # messages that cost their count and no more, by a few kinds
         self.wants: dict[str, NodeWants] = {}
+        self._life = secrets.token_hex(8)
         self._config = config
         self._started = now
         self._newest: PolicyId | None = None
@@ -98,6 +100,7 @@ class Observed:
             returned=replay.nodes.returned,
             reused=replay.reused,
             adaptive_bound=replay.bound.bound if replay.rules.adaptive else None,
+            life=self._life,
         )
 
     def reading(self, replay: Replay, nodes: Iterable[str], trainer: str, server: Server) -> Reading:

@@ -47,7 +47,7 @@ from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
 from trainer.publish import Published, Publisher
-from trainer.records import batch_record, health, pools_record, sample_records, samples_due
+from trainer.records import Seen, batch_record, health, pools_record, sample_records, samples_due, seen_in
 from trainer.releases import Releases
 from trainer.schedule import rate_at
 from trainer.trackers import Records, RecordWriter, open_trackers
@@ -60,13 +60,14 @@ REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
 
 class State(msgspec.Struct):
     """What a checkpoint keeps beside the backend's own files. `progress` is for the case that the buffer's journal is
-    lost; `evaluating` has not been reported yet, and is asked for again."""
+    lost; `evaluating` has not been reported yet, and is asked for again; `seen` was recorded of the buffer's view."""
 
     version: int = 0
     digest: str = ""
     elapsed_s: float = 0.0
     progress: Progress | None = None
     evaluating: tuple[EvalRequest, ...] = ()
+    seen: Seen = Seen()
 
 
 class Learner:
@@ -92,7 +93,6 @@ class Learner:
         self._store = store
         self._metrics = metrics
         self._samples = samples
-        self._pushes_seen = self._mismatches_seen = 0
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
         self._evaluating = {request.policy: request for request in state.evaluating}
@@ -275,9 +275,9 @@ class Learner:
         return record
 
     def _on_status(self, status: Status) -> None:
-        pools = pools_record(status, self._pushes_seen, self._mismatches_seen)
+        pools = pools_record(status, self._state.seen)
         self._metrics.write({"time_s": self._time_s(), "pools": pools})
-        self._pushes_seen, self._mismatches_seen = status.pushes, status.mismatch_count
+        self._state.seen = seen_in(status)
         # When a look at the nodes comes is chance, which must not decide how long a step is where runs are repeated.
         for *_, k3 in () if self._config.run.deterministic else pools["mismatches"]:
             self._backend.observe(k3)

@@ -165,11 +165,25 @@ def samples_due(step: int, steps: int) -> bool:
     return step % every == 0 or step == steps - 1
 
 
-def pools_record(status: Status, pushes_before: int, mismatches_before: int = 0) -> Record:
-    """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since `pushes_before`, and
-    `mismatches` what nodes have shown since `mismatches_before`: [node, version, largest |dlogp| in nats, k3]."""
-    new = max(0, status.pushes - pushes_before)
-    shown = max(0, status.mismatch_count - mismatches_before)
+class Seen(msgspec.Struct, frozen=True):
+    """How many pushes and mismatches of a buffer's process, its `life`, were recorded. It is in the checkpoint, so that a
+    trainer that goes on records those since then, and none before it twice."""
+
+    life: str = ""
+    pushes: int = 0
+    mismatches: int = 0
+
+
+def seen_in(status: Status) -> Seen:
+    return Seen(status.life, status.pushes, status.mismatch_count)
+
+
+def pools_record(status: Status, seen: Seen) -> Record:
+    """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since what was `seen`, and
+    `mismatches` what nodes have shown since then: [node, version, largest |dlogp| in nats, k3]."""
+    before = seen if seen.life == status.life else Seen()
+    new = max(0, status.pushes - before.pushes)
+    shown = max(0, status.mismatch_count - before.mismatches)
     return {
         "uptime_s": round(status.uptime_s, 3),
         "confirmed": status.confirmed_batches,

@@ -388,7 +388,8 @@ class Status(Message, frozen=True, tag=True):
     """The buffer's view of the run. Times are seconds on the buffer's monotonic clock; push latencies run from the
     trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all.
     `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how often a node was set aside, and
-    came back. `reused` is what was lent again, by outcome, and how many batches were smaller for want of it."""
+    came back. `reused` is what was lent again, by outcome, and how many batches were smaller for want of it. `life`
+    names the buffer's process: with a new one, what is counted here and not in the ledger begins at 0."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
@@ -414,6 +415,7 @@ class Status(Message, frozen=True, tag=True):
     returned: int = 0
     reused: dict[str, int] = {}
     adaptive_bound: int | None = None
+    life: str = ""
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):

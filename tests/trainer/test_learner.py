@@ -198,6 +198,16 @@ def test_what_nodes_diverge_by_is_told_to_the_backend_once(run):
     assert run.backend.observed == shown
 
 
+def test_a_learner_that_goes_on_at_the_same_buffer_tells_of_none_that_its_past_has_told(run):
+    run_learner(run.learner)
+    state = msgspec.convert(find_latest(run.context.directory.checkpoints).state, State, str_keys=True)
+    status, again = run.house.service.status(), Counting()
+    assert 0 < state.seen.mismatches <= status.mismatch_count
+    writers = [run.learner._metrics, run.learner._samples]
+    Learner(run.context, again, state, run.buffer, run.store, *writers, FINGERPRINT)._take_in_passing(status)
+    assert again.observed == run.backend.observed[state.seen.mismatches :]
+
+
 def test_a_learner_that_is_done_leaves_a_summary_whose_ledger_balances(run):
     run_learner(run.learner)
     summary = msgspec.json.decode(run.context.directory.summary_path.read_bytes())

@@ -9,10 +9,19 @@ from async_rl.config import BufferConfig, Config
 from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory, pack_segments
 from async_rl.version import VersionRun
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Batch, BatchGroup
+from async_rl.wire.messages import Batch, BatchGroup, NodeMismatch, Status
 from trainer.backend import StepResult
 from trainer.batches import TrainingBatch, prepare
-from trainer.records import LENGTH_QUANTILES, batch_record, health, sample_records, samples_due
+from trainer.records import (
+    LENGTH_QUANTILES,
+    Seen,
+    batch_record,
+    health,
+    pools_record,
+    sample_records,
+    samples_due,
+    seen_in,
+)
 
 FOR_VERSION = 5
 
@@ -99,6 +108,28 @@ def test_the_health_of_a_step_is_that_of_its_token_ratios_and_unknown_where_none
     step = StepResult({"tokens": 12.0, "ess_token": 0.4, "ess": 0.9, "k3": 0.02}, [], skipped=False)
     assert health(step) == (0.4, 0.02)
     assert health(StepResult({"tokens": 0.0, "ess_token": 1.0, "k3": 0.0}, [], skipped=True)) == (None, None)
+
+
+def buffers_view(life: str, mismatches: int, pushes: int) -> Status:
+    measures = tuple(NodeMismatch("node", version, 0.1, version / 1000) for version in range(mismatches))
+    return Status(
+        1.0, (), "ready", None, 0, 3, {}, {}, {}, 0, 0, 0, "nobody waits", tuple(map(float, range(pushes))), 4,
+        pushes=pushes, mismatches=measures[-4:], mismatch_count=mismatches, life=life,
+    )  # fmt: skip
+
+
+def test_what_was_recorded_of_a_buffer_is_not_recorded_again_and_a_new_ones_counts_begin_at_nothing() -> None:
+    def recorded(status: Status, seen: Seen) -> tuple[list[int], list[float]]:
+        view = pools_record(status, seen)
+        return [version for _, version, *_ in view["mismatches"]], view["push_ms"]
+
+    first, later = buffers_view("a", 2, 3), buffers_view("a", 3, 5)
+    assert recorded(first, Seen()) == ([0, 1], [0.0, 1.0, 2.0])
+    kept = msgspec.convert(msgspec.to_builtins(seen_in(first)), Seen)  # as in a checkpoint
+    assert recorded(first, kept) == ([], [])
+    assert recorded(later, kept) == ([2], [3.0, 4.0])
+    assert recorded(buffers_view("b", 1, 1), kept) == ([0], [0.0])
+    assert recorded(buffers_view("b", 3, 4), kept) == ([0, 1, 2], [0.0, 1.0, 2.0, 3.0])  # as many, and all new
 
 
 def test_the_first_and_the_last_step_are_always_kept() -> None:
