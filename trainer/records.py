@@ -166,7 +166,7 @@ def samples_due(step: int, steps: int) -> bool:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """How many pushes and mismatches of a buffer's process, its `life`, were recorded. It is in the checkpoint, so that a
+    """How many pushes and mismatches of a buffer's process, its `life`, were recorded. It is in checkpoints, so that a
     trainer that goes on records those since then, and none before it twice."""
 
     life: str = ""
