@@ -77,6 +77,17 @@ def test_what_a_step_keeps_is_counted_to_the_byte(
         assert parts.weights == parts.gradients == weight_bytes(SHAPES["tiny"], "float32")
 
 
+def test_a_trial_of_sketches_does_not_read_all_weights_for_their_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: object) -> str:
+        raise AssertionError("all weights are hashed")
+
+    monkeypatch.setattr("trainer.sketch.weights.weights_digest", refused)
+    trial = Trial(job(kind="sketch"), CPU)
+    trial.step()
+    assert trial.push_bytes() > trial.backend.learnable.sketches.flat.nbytes / 2  # int16 for float32
+    trial.step()
+
+
 def test_saved_activations_count_shared_memory_once_and_parameters_not() -> None:
     layer = torch.nn.Linear(8, 4, bias=False)
     x = torch.randn(16, 8, requires_grad=True)
