@@ -7,13 +7,11 @@ staleness bound may still need, what evaluation has pinned, and what leads to th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +41,7 @@ from async_rl.wire.messages import (
     Upload,
 )
 from buffer.gauges import StoreGauges
+from buffer.partial import PartialFile
 from buffer.routes import Routes, StoredPolicy, expired
 
 log = logging.getLogger("store")
@@ -52,7 +51,6 @@ NOT_ANNOUNCED = 0
 PARTING_S = 5.0
 MAX_PINS = 256
 MAX_UNREAD_CHUNKS = 64  # a puller asks for a few at a time; each may be as large as Pull.count allows
-HASH_TIMEOUT_S = 600.0  # it waits for nobody, and takes half a second a gigabyte
 
 
 class PolicyFiles:
@@ -66,6 +64,7 @@ class PolicyFiles:
         self._stored: dict[PolicyId, StoredPolicy] = {}
         self._pins: set[PolicyId] = set()
         self._order = 0
+        self._partial: PartialFile | None = None
         self._expired = folder / "expired.part"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if keep:
@@ -101,24 +100,55 @@ class PolicyFiles:
     def get(self, policy: PolicyId) -> StoredPolicy | None:
         return self._stored.get(policy)
 
-    def add(self, upload: Upload, data: memoryview) -> StoredPolicy:
-        """Raises ValueError when the bytes are not those announced, or factors have no parent of a lower version. The
-        same policy again is stored once; in another form (a trainer that goes on from a checkpoint has all its weights,
-        and not the last change of them) it takes the place of the first. A version at or below the newest (of a trainer
-        that has gone back) is kept, and not announced: its order is 0. So what is announced later always has the higher
-        version, and to compare the versions that two policies were served under is to compare when they were announced.
-        The canary is announced beside them, with the order 0 too; a policy named "snapshot" never is."""
-        known = self._stored.get(upload.policy)
-        if known is not None and known.sha256 == upload.sha256:
-            self._stored[upload.policy] = self._stored.pop(upload.policy)  # the last, with which a past may begin anew
-            return known
+    def add(self, upload: Upload, part: memoryview) -> StoredPolicy | None:
+        """Take in a part of a policy's file: the policy, once that was the last and all is durable. None: there is more
+        to come, or this is part of a file whose begin an earlier process has seen; its sender begins again. Raises
+        ValueError when the bytes are not those announced, or factors have no parent of a lower version; nothing is
+        left of the file then."""
+        if upload.offset == 0:
+            self.give_up_partial()
+            self._partial = self._begin(upload)
+        partial = self._partial
+        if partial is None:
+            log.info("policy %s: a part at byte %d of no file that was begun", upload.policy.short(), upload.offset)
+            return None
+        try:
+            if not partial.take(upload, part):
+                return None
+            partial.finish(upload.sha256)
+        except Exception:
+            self.give_up_partial()
+            raise
+        self._partial = None
+        return self._enter(upload, partial.path)
+
+    def give_up_partial(self) -> None:
+        """Of a file whose parts will not come any more."""
+        if self._partial is not None:
+            self._partial.give_up()
+            self._partial = None
+
+    def _begin(self, upload: Upload) -> PartialFile:
+        """The file of an expired policy is written over, as it has its memory and its blocks already."""
         if upload.kind == FACTORS and (upload.parent is None or upload.parent.version >= upload.policy.version):
             raise ValueError(f"policy {upload.policy.short()}: factors change a policy of a lower version: name it")
-        path = self._path(upload.policy)
-        partial = path.with_suffix(".part")
-        if data.nbytes != upload.size or self._write(partial, data) != upload.sha256:
-            partial.unlink(missing_ok=True)
-            raise ValueError(f"policy {upload.policy.short()}: the bytes received are not those announced")
+        partial = self._path(upload.policy).with_suffix(".part")
+        with suppress(FileNotFoundError):
+            self._expired.replace(partial)
+        return PartialFile(upload, partial)
+
+    def _enter(self, upload: Upload, partial: Path) -> StoredPolicy:
+        """A file that has come whole. The same policy again is stored once; in another form (a trainer that goes on
+        from a checkpoint has all its weights, and not the last change of them) it takes the place of the first. A
+        version at or below the newest (of a trainer that has gone back) is kept, and not announced: its order is 0. So
+        what is announced later always has the higher version, and to compare the versions that two policies were served
+        under is to compare when they were announced. The canary is announced beside them, with the order 0 too; a
+        policy named "snapshot" never is."""
+        known = self._stored.get(upload.policy)
+        if known is not None and known.sha256 == upload.sha256:
+            partial.unlink()
+            self._stored[upload.policy] = self._stored.pop(upload.policy)  # the last, with which a past may begin anew
+            return known
         newest = self.newest
         is_news = upload.policy.name not in (CANARY, SNAPSHOT) and (
             newest is None or upload.policy.version > newest.policy.version
@@ -126,7 +156,7 @@ class PolicyFiles:
         self._order += is_news
         order = self._order if is_news else known.order if known is not None else NOT_ANNOUNCED
         entry = StoredPolicy(upload.policy, upload.kind, upload.size, upload.sha256, order, upload.parent)
-        partial.replace(path)
+        partial.replace(self._path(upload.policy))
         descriptor = os.open(self._folder, os.O_RDONLY)
         os.fsync(descriptor)  # the new name
         os.close(descriptor)
@@ -186,20 +216,6 @@ class PolicyFiles:
         path = self._path(entry.policy)
         return path.is_file() and path.stat().st_size == entry.size
 
-    def _write(self, path: Path, data: memoryview) -> str:
-        """Durable when it returns, with the SHA-256 of the data. Writing and hashing take about as long, so both go on
-        at once; the file of an expired policy is written over, as it has its memory and its blocks already (an upload
-        of 160 MB took 1.1 s without either, 0.6 s with both, on two cores)."""
-        with suppress(FileNotFoundError):
-            self._expired.replace(path)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file, ThreadPoolExecutor(1) as hasher:
-            digest = hasher.submit(lambda: hashlib.sha256(data).hexdigest())
-            file.write(data)
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
-            return digest.result(HASH_TIMEOUT_S)
-
     def _sweep(self) -> None:
         """Nobody is served what has expired; the file of one such policy stays for the next to be written over."""
         for entry in expired(list(self._stored.values()), self._pins, self._max_staleness):
@@ -249,6 +265,7 @@ class StoreService:
         elif joined.role == "trainer" and self._trainer in (None, joined.peer) and not joined.resumed:
             self._trainer = joined.peer
             self._files.forget_pins()
+            self._files.give_up_partial()
 
     def _handle(self, received: Received) -> None:
         message: Message = received.message
@@ -268,12 +285,16 @@ class StoreService:
     def _on_upload(self, peer: str, upload: Upload, blobs: Sequence[memoryview]) -> None:
         try:
             if len(blobs) != 1:
-                raise ValueError(f"policy {upload.policy.short()}: it came in {len(blobs)} frames, and should in one")
+                raise ValueError(
+                    f"policy {upload.policy.short()}: a part came in {len(blobs)} frames, and should in one"
+                )
             with self._watchdog.working(f"waits for the disk to have policy {upload.policy.short()}"):
                 entry = self._files.add(upload, blobs[0])
         except ValueError as error:
             log.error("%s", error)
             self._disconnect(peer, str(error))
+            return
+        if entry is None:
             return
         for node, role in list(self._server.peers.items()):
             if role == "node" and (entry.kind == CANARY or (entry.order and entry.order == self._files.newest_order)):
@@ -346,6 +367,7 @@ def body(context: PoolContext) -> None:
     try:
         StoreService(context, server, files).serve()
     finally:
+        files.give_up_partial()
         server.close()
 
 

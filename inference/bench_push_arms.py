@@ -11,7 +11,6 @@ The last two are what the machine can do, and no protocols: nothing is hashed, d
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import socket
@@ -32,6 +31,7 @@ from async_rl.run.launch import last_line
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, LinkTimeout
 from async_rl.wire.messages import Stored, Upload
+from async_rl.wire.parts import parts_of
 from inference.bench_push_processes import LOOK_S, Receivers, cpu_seconds, end_process, start_store, store_config
 from inference.bench_push_receiver import PATIENCE_S, Go, Join, Leave, PushError, Take, Taken, Way, make_adapter
 
@@ -158,8 +158,8 @@ class PushHouse:
         policy = PolicyId("main", self._version, file.digest)
         self.receivers.order(count, Take("store", file.nbytes, policy.version))
         started = time.monotonic()
-        data = file.path.read_bytes()
-        link.send(Upload(policy, "lora", len(data), hashlib.sha256(data).hexdigest()), [data])
+        for upload, part in parts_of(file.path, Upload(policy, "lora", file.nbytes, "")):
+            link.send(upload, [part])
         awaited = f"the word that policy {policy.short()} is stored"
         answer = self._from_store(partial(link.receive, awaiting=awaited), awaited).message
         stored = time.monotonic()

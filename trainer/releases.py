@@ -13,7 +13,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.messages import SNAPSHOT
 from trainer.backend import Backend
 from trainer.proving import Prover
-from trainer.publish import PUBLISH_LIMIT_S, Published, Publisher
+from trainer.publish import Published, Publisher, publish_limit_s
 
 
 class Releases:
@@ -69,11 +69,12 @@ class Releases:
         path = self._folder / "snapshot.safetensors"
         with self._watchdog.working(f"writes a whole copy of version {version}"):
             policy = PolicyId(SNAPSHOT, version, self._backend.export_whole(path))
-        with self._watchdog.expect(f"waits for the store to take {policy.name} {policy.short()}", PUBLISH_LIMIT_S):
+        awaiting = f"waits for the store to take {policy.name} {policy.short()}"
+        with self._watchdog.expect(awaiting, publish_limit_s(path.stat().st_size)):
             self._publisher.store(policy, path)
         path.unlink()  # as large as the model
 
     def _upload(self, policy: PolicyId, path: Path, proof: Proof) -> Published:
         awaiting = f"waits for buffer and store to take policy {policy.name} {policy.short()}"
-        with self._watchdog.expect(awaiting, PUBLISH_LIMIT_S):
+        with self._watchdog.expect(awaiting, publish_limit_s(path.stat().st_size)):
             return self._publisher.publish(policy, path, proof)

@@ -430,8 +430,9 @@ FACTORS, SNAPSHOT, BASE = "factors", "snapshot", "base"
 
 
 class Upload(Message, frozen=True, array_like=True, tag=True):
-    """One policy file, whole, as a blob (the trainer and the store usually share a machine; adapters are small).
-    `sha256` is of the file's bytes; the policy's own digest is over its tensors and is checked by the receivers.
+    """A part of one policy file, as a blob: its bytes from `offset` on, of `size` in all. Parts come in order; one with
+    offset 0 begins a file, whatever came before. `sha256` is of the whole file's bytes, and counts in the last part
+    (who sends the file hashes as it goes); the policy's own digest is over its tensors and is checked by the receivers.
     `parent`, of a file of kind "factors": the policy whose weights it changes; the other kinds stand alone."""
 
     policy: PolicyId
@@ -439,6 +440,7 @@ class Upload(Message, frozen=True, array_like=True, tag=True):
     size: Count
     sha256: Label
     parent: PolicyId | None = None
+    offset: Count = 0
 
 
 class Stored(Message, frozen=True, array_like=True, tag=True):
