@@ -1,6 +1,6 @@
 """A policy file on its way into the store, in parts: written and hashed as they come, and never held whole.
 
-part at 0 ── part at 4 MB ── … ── last part: durable, and its SHA-256 is the one that was announced
+part at 0 ── part at 1 MiB ── … ── last part: durable, and its SHA-256 is the one that was announced
           └─ anything else: what is there is given up, and the trainer begins again at 0
 """
 

@@ -285,9 +285,7 @@ class StoreService:
     def _on_upload(self, peer: str, upload: Upload, blobs: Sequence[memoryview]) -> None:
         try:
             if len(blobs) != 1:
-                raise ValueError(
-                    f"policy {upload.policy.short()}: a part came in {len(blobs)} frames, and should in one"
-                )
+                raise ValueError(f"policy {upload.policy.short()}: a part came in {len(blobs)} frames, not in one")
             with self._watchdog.working(f"waits for the disk to have policy {upload.policy.short()}"):
                 entry = self._files.add(upload, blobs[0])
         except ValueError as error:
