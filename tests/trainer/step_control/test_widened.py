@@ -33,8 +33,8 @@ FAMILIES = ["qwen2", "gpt_neox", "gemma2", "falcon", "qwen3_next", "granite", "q
 @pytest.mark.parametrize("family", [*FAMILIES, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_it_is_what_the_widened_model_says(family: str | None, dtype: torch.dtype) -> None:
-    """The last: sketched experts, which keep views of their weights."""
-    model: Any = (tiny_lm(family) if family else expert_model()).to(dtype)
+    """The last: sketched experts, which keep views of their weights (of a width that narrow grouped products take)."""
+    model: Any = (tiny_lm(family) if family else expert_model(moe_intermediate_size=24)).to(dtype)
     wide = copy.deepcopy(model).float()
     if family is None:
         attach_sketches(model, TrainerConfig(kind="sketch", rank=8), base_seed=3)
