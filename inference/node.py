@@ -84,7 +84,7 @@ class Node:
         self._watchdog = context.watchdog
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start,
-            self._prover.holds, book.pinned, puller.again,
+            self._prover.holds, book.pinned, puller.again, context.watchdog.working,
         )  # fmt: skip
         self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
         self._grace_s = context.config.launch.grace

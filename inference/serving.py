@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from async_rl.errors import AsyncRLError
@@ -46,7 +47,8 @@ class Serving:
     one, and the canary, which is taken off again at once. `failed` hears of policies that could not be loaded (the old
     one goes on serving), `unstarted` of the pinned requests that cannot run for that reason, or that the engine refuses
     once their policy is here. `pinned` are the policies of open leases. `again` is given a policy whose files lead from
-    weights that the engine has left; it says whether it will come by another way."""
+    weights that the engine has left; it says whether it will come by another way. What may take long is done within
+    `working`, which is told what it is."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Serving:
         held: Callable[[Installed], None],
         pinned: Callable[[], Collection[PolicyId]] = tuple,
         again: Callable[[PolicyFetched], bool] = lambda _: False,
+        working: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._engine = engine
         self._in_flight: InFlight = in_flight
@@ -69,6 +72,7 @@ class Serving:
         self._held = held
         self._pinned = pinned
         self._again = again
+        self._working = working
         self._stays_until = 0.0  # the serving policy, where a flip would end it
         self._served_order = 0
         self._incoming: list[Incoming] = []
@@ -170,7 +174,8 @@ class Serving:
     def _flip(self, entry: Incoming, installed: Installed, now: float) -> Flipped:
         fetched = entry.fetched
         reached("node.before-flip")
-        self._engine.flip(fetched.policy, self._in_flight)
+        with self._working(f"flips to policy {fetched.policy.short()}"):
+            self._engine.flip(fetched.policy, self._in_flight)
         reached("node.after-flip")
         self._served_order = max(self._served_order, fetched.order)
         return Flipped(installed, fetched.fetch_ms + (now - entry.arrived) * 1e3)
@@ -242,7 +247,8 @@ class Serving:
 
     def _install(self, fetched: PolicyFetched) -> Installed | None:
         try:
-            return self._engine.install(fetched.policy, fetched.path)
+            with self._working(f"installs policy {fetched.policy.short()}"):
+                return self._engine.install(fetched.policy, fetched.path)
         except AsyncRLError as error:
             if isinstance(error, BaseMoved) and self._again(fetched):
                 log.info("asked for again: %s", error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -41,13 +42,22 @@ class House:
         self.failed: list[str] = []
         self.asked: list[PolicyId] = []
         self.done: dict[int, Completion] = {}
+        self.worked: list[str] = []
         self.now = 100.0
         self.serving = Serving(
             self.engine, "continue", 10.0, self.asked.append, lambda _, error: self.failed.append(error),
             lambda request, why: self.unstarted.append((request.key[1], why)), lambda _: None, lambda: self.pinned,
+            working=self._work,
         )  # fmt: skip
         self.fetch()
         assert self.advance() == 0
+
+    @contextmanager
+    def _work(self, what: str) -> Iterator[None]:
+        before = set(self.engine.resident), self.engine.serving
+        yield
+        self.worked.append(what)
+        assert (set(self.engine.resident), self.engine.serving) != before
 
     def fetch(self, version: int | None = None) -> Path:
         """The next version comes, or one that was asked for: as a way from what serves."""
@@ -225,3 +235,13 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(house: Callable[[], H
     assert one.advance() == 1
     one.run()
     assert one.versions(1) == [0, 1]
+
+
+def test_what_may_take_long_is_announced_as_work_so_that_a_slow_disk_does_not_end_the_node(
+    house: Callable[[], House],
+) -> None:
+    one = house()
+    assert one.worked == [f"{what} policy {one.policy(0).short()}" for what in ("installs", "flips to")]
+    one.fetch()
+    one.advance()
+    assert one.worked[2:] == [f"{what} policy {one.policy(1).short()}" for what in ("installs", "flips to")]
