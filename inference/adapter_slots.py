@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+
+import torch
 
 from async_rl.policy.adapter import AdapterError, read_adapter
 from async_rl.version import PolicyId
 from inference.adapter_match import match_adapter
-from inference.engine import EngineError, InFlight
+from inference.engine import EngineError, InFlight, PolicyContent
 from inference.resident import ResidentPolicies
 from inference.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Adapter(PolicyContent):
+    tensors: dict[str, torch.Tensor]
+    config: dict[str, Any]
 
 
 class AdapterSlots:
@@ -22,13 +31,16 @@ class AdapterSlots:
     def __init__(self, runner: ModelRunner, resident: ResidentPolicies) -> None:
         self._runner, self._resident = runner, resident
 
-    def install(self, policy: PolicyId, path: Path) -> tuple[str, ...]:
-        shapes = {name: (m.out_features, m.in_features) for name, m in self._runner.linears.items()}
+    def read(self, policy: PolicyId, path: Path) -> Adapter:
         try:
-            tensors, config = read_adapter(path, expected_digest=policy.digest)
+            return Adapter(*read_adapter(path, expected_digest=policy.digest))
         except AdapterError as error:
             raise EngineError(f"policy {policy.short()}: {error}") from error
-        adapters = match_adapter(tensors, config, shapes)
+
+    def install(self, policy: PolicyId, content: PolicyContent) -> tuple[str, ...]:
+        assert isinstance(content, Adapter)
+        shapes = {name: (m.out_features, m.in_features) for name, m in self._runner.linears.items()}
+        adapters = match_adapter(content.tensors, content.config, shapes)
         self._runner.load(self._resident.free_slot(), adapters)
         return tuple(adapters)
 

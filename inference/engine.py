@@ -1,8 +1,13 @@
 """The contract of an inference engine, as the node sees it.
 
 An engine samples tokens for requests, many at a time, under policies that change while it works. The node calls it
-from one thread: `submit`, `install`, `flip` and `abort` return at once, and `step` advances the work and returns what
-finished. An engine that owns a loop of its own (vLLM, SGLang) hides it behind a queue that `step` waits on.
+from one thread: `submit` and `abort` return at once, and `step` advances the work and returns what finished. An engine
+that owns a loop of its own (vLLM, SGLang) hides it behind a queue that `step` waits on.
+
+What takes long with a large policy is `read`, which reads and hashes every byte of it, and which alone another thread
+may call. Of what was read, `install` copies an adapter to the device; in place it looks at names and shapes, but the
+first time that a base comes it hashes the model, and to go back to one it loads the checkpoint. In place `flip` takes
+as long as changing all weights does.
 
 What every engine guarantees:
   - token ids in, token ids out; nothing is tokenised here;
@@ -105,6 +110,10 @@ class Installed(NamedTuple):
     matched_modules: tuple[str, ...]
 
 
+class PolicyContent:
+    """What an engine's `read` made of a policy's files, for its own `install` to look into."""
+
+
 class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
@@ -129,16 +138,23 @@ class Engine(Protocol):
     def active(self) -> int:
         """Requests submitted and not yet returned by `step`."""
 
-    def install(self, policy: PolicyId, path: Path) -> Installed:
-        """Load an adapter file (async_rl.policy.adapter) into an inactive slot, without disturbing what runs.
-        Raises EngineError, and leaves everything as it was, when a tensor matches no module, a target module gets no
-        tensor, a shape is wrong, or no slot is free. Installing a resident policy again does nothing.
+    def read(self, policy: PolicyId, path: Path) -> PolicyContent:
+        """What `install` needs of an adapter file (async_rl.policy.adapter), checked as far as it can be by itself.
+        Nothing of the engine is touched, so any thread may do this; the files may be removed afterwards. Raises
+        EngineError when one cannot be read, is broken, or does not lead to this policy.
 
         Of an engine that changes its weights `in_place`, `path` is a file of all weights, a base's or a factor update
-        (async_rl.policy.update_file), or a folder of such files, to be applied in the order of their names. It leads
-        from the serving policy or one before it (what was applied already is skipped), or begins with a file that
-        stands alone. All of it is read and checked against the model here, and nothing is changed. Raises BaseMoved
-        where the first update begins somewhere else than the engine is by now.
+        (async_rl.policy.update_file), or a folder of such files, to be applied in the order of their names."""
+
+    def install(self, policy: PolicyId, files: Path | PolicyContent) -> Installed:
+        """Load an adapter into an inactive slot, without disturbing what runs: what `read` made of its file, or the
+        file, to be read first. Raises EngineError, and leaves everything as it was, when a tensor matches no module, a
+        target module gets no tensor, a shape is wrong, or no slot is free. Installing a resident policy again does
+        nothing.
+
+        In place, the files lead from the serving policy or one before it (what was applied already is skipped), or
+        begin with one that stands alone. All of it is checked against the model here, and nothing is changed. Raises
+        BaseMoved where the first update begins somewhere else than the engine is by now.
 
         An engine that can only load weights (vLLM, SGLang) keeps a master of them in host memory, in the trainer's
         dtype: `install` checks, `flip` applies to the master and hands the parameters that changed to the engine's own

@@ -368,7 +368,7 @@ def body(context: PoolContext) -> None:
         ready = NodeReady(
             engine.capabilities.name, config.inference.slots, fingerprint(config, path), logprob_bound(engine, config)
         )
-        puller = PolicyPuller(store, scratch.path, inbox, routed=engine.capabilities.in_place)
+        puller = PolicyPuller(store, scratch.path, inbox, engine.capabilities.in_place, engine.read)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
         gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
         settle()

@@ -1,9 +1,9 @@
 """How policies reach a node: pulled from the store in chunks, verified, and handed over as files.
 
-A thread of its own does this, so that sampling goes on while 160 MB come in. It always fetches the newest announced
-policy, skipping what was overtaken, and on request older ones that evaluation has pinned. A half-received file is
-never handed over. The newest is asked for again, a few times, when it did not come, or when the engine has gone
-another way while it came.
+A thread of its own does this, so that sampling goes on while 160 MB come in, and while the engine's `read` looks at
+them. It always fetches the newest announced policy, skipping what was overtaken, and on request older ones that
+evaluation has pinned. A half-received file is never handed over. The newest is asked for again, a few times, when it
+did not come, or when the engine has gone another way while it came.
 
 Where policies change the weights in place (`routed`), what is pulled is the way to a policy: the store says which files
 have to be applied to what the engine serves, in the fewest bytes.
@@ -17,6 +17,7 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
 from async_rl.wire.messages import Announce, Chunk, Pull, Route, Routed, RouteFile, Stop
+from inference.engine import PolicyContent
 
 log = logging.getLogger("policies")
 
@@ -41,13 +43,14 @@ TRIES = 5  # of the newest policy: a full disk may be emptied meanwhile, but a d
 class PolicyFetched(NamedTuple):
     """A verified file, or a folder of such, to be applied in the order of their names; the node calls `discard` after
     use. `order` is the announcement's, 0 for one asked for and for the canary; `tries` says how often it was asked
-    for."""
+    for. `content` is what the engine read of the path, or why it refuses it; None where nobody read it yet."""
 
     policy: PolicyId
     path: Path
     order: int
     fetch_ms: float
     tries: int = 1
+    content: PolicyContent | AsyncRLError | None = None
 
     def discard(self) -> None:
         discard(self.path)
@@ -68,13 +71,18 @@ class Again(NamedTuple):
 
 
 class PolicyPuller:
-    """`inbox` receives PolicyFetched and PolicyFetchFailed, and the error that ended the thread, if one did."""
+    """`inbox` receives PolicyFetched and PolicyFetchFailed, and the error that ended the thread, if one did. `read` is
+    the engine's."""
 
-    def __init__(self, link: Client, folder: Path, inbox: queue.SimpleQueue[object], routed: bool = False) -> None:
+    def __init__(
+        self, link: Client, folder: Path, inbox: queue.SimpleQueue[object], routed: bool = False,
+        read: Callable[[PolicyId, Path], PolicyContent] | None = None,
+    ) -> None:  # fmt: skip
         self._link = link
         self._folder = folder
         self._inbox = inbox
         self._routed = routed
+        self._read = read
         self._have: PolicyId | None = None
         self._asked: queue.SimpleQueue[PolicyId] = queue.SimpleQueue()
         self._newest: Announce | None = None
@@ -103,7 +111,7 @@ class PolicyPuller:
         and nothing, for what is not the newest, or was asked for often enough."""
         wanted = fetched.order > 0 and fetched.tries < TRIES
         if wanted:
-            self._left.put(fetched)
+            self._left.put(fetched._replace(content=None))
         return wanted
 
     def close(self) -> None:
@@ -196,14 +204,22 @@ class PolicyPuller:
                 path = self._pull_way(policy, path)
             else:
                 self._pull(policy, path)
+            content = self._content(policy, path)
         except (AsyncRLError, OSError) as error:  # OSError: the disk is full
             discard(path)
             if isinstance(error, LinkError):
                 raise
             self._inbox.put(PolicyFetchFailed(policy, str(error)))
             return False
-        self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3, tries))
+        self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3, tries, content))
         return True
+
+    def _content(self, policy: PolicyId, path: Path) -> PolicyContent | AsyncRLError | None:
+        """A refusal is the engine's, of something that came as the store has it: to be told as such."""
+        try:
+            return self._read(policy, path) if self._read is not None else None
+        except AsyncRLError as refusal:
+            return refusal
 
     def _pull_way(self, policy: PolicyId, path: Path) -> Path:
         """All files of the way to a policy: where it is one, as `path`, else in a folder of that name."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from async_rl.policy.update_file import Storage
 from async_rl.version import PolicyId
 from inference.adapter_slots import AdapterSlots
-from inference.engine import InFlight
+from inference.engine import InFlight, PolicyContent
 from inference.resident import ResidentPolicies
 from inference.runner import ModelRunner
 from inference.whole_weights import WholeWeights
@@ -23,7 +23,10 @@ class PolicyWeights(Protocol):
     @property
     def in_place(self) -> bool: ...
 
-    def install(self, policy: PolicyId, path: Path) -> tuple[str, ...]:
+    def read(self, policy: PolicyId, path: Path) -> PolicyContent:
+        """See Engine.read: any thread may call it."""
+
+    def install(self, policy: PolicyId, content: PolicyContent) -> tuple[str, ...]:
         """See Engine.install, of a policy that is not resident while a slot is free; the sorted names of what it
         matched."""
 

@@ -247,8 +247,10 @@ class Serving:
 
     def _install(self, fetched: PolicyFetched) -> Installed | None:
         try:
+            if isinstance(fetched.content, AsyncRLError):
+                raise fetched.content
             with self._working(f"installs policy {fetched.policy.short()}"):
-                return self._engine.install(fetched.policy, fetched.path)
+                return self._engine.install(fetched.policy, fetched.content or fetched.path)
         except AsyncRLError as error:
             if isinstance(error, BaseMoved) and self._again(fetched):
                 log.info("asked for again: %s", error)

@@ -25,7 +25,7 @@ from async_rl.policy.update_file import Storage
 from async_rl.trajectory import Finish
 from async_rl.version import PolicyId
 from inference.compiled_step import CompileMode
-from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, Prefix, Request
+from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, PolicyContent, Prefix, Request
 from inference.model_loading import pick_device, stop_table
 from inference.policy_weights import policy_weights
 from inference.proof import LOGPROB_BOUNDS
@@ -166,10 +166,14 @@ class TorchEngine:
 
     # --- policies ----------------------------------------------------------------------------------------------------
 
-    def install(self, policy: PolicyId, path: Path) -> Installed:
+    def read(self, policy: PolicyId, path: Path) -> PolicyContent:
+        return self._weights.read(policy, path)
+
+    def install(self, policy: PolicyId, files: Path | PolicyContent) -> Installed:
         if policy not in self._resident:
             self._resident.free_slot()  # there must be one
-            self._matched[policy] = self._weights.install(policy, path)
+            content = self.read(policy, files) if isinstance(files, Path) else files
+            self._matched[policy] = self._weights.install(policy, content)
             self._resident.add(policy)
         return Installed(policy, self._matched[policy])
 

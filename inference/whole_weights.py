@@ -1,6 +1,7 @@
 """Policies that are weights of the whole model: one copy on the engine, changed in place (trainer.kind sketch, full).
 
-    install   reads the files of a way to a policy and checks all of it against the model, and changes nothing
+    read      reads the files of a way to a policy, and checks that each is whole; in whichever thread
+    install   checks all of it against the model, and changes nothing
     flip      between two steps: what was checked is applied, and the policy that served is gone
 
 The weights are kept in the trainer's own dtype, so that every update gives its bits. Where the engine computes in that
@@ -10,6 +11,7 @@ dtype its weights are these; else they lie in host memory, and the engine has th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,13 +33,20 @@ from async_rl.policy.update_file import (
     weights_digest,
 )
 from async_rl.version import PolicyId
-from inference.engine import BaseMoved, EngineError, InFlight
+from inference.engine import BaseMoved, EngineError, InFlight, PolicyContent
 from inference.model_loading import load_model
 from inference.model_weights import ModelWeights, model_weights
 from inference.runner import ModelRunner
 
 READERS = {"base": read_base, "snapshot": read_snapshot, "factors": read_update}
 ONLY_SLOT = 0
+
+
+@dataclass(frozen=True)
+class Way(PolicyContent):
+    """The files that lead to a policy, in order; tensors of snapshots are views of the mapped file."""
+
+    files: Sequence[Base | Snapshot | Update]
 
 
 class Staged(NamedTuple):
@@ -64,8 +73,8 @@ class WholeWeights:
         self._staged: dict[PolicyId, Staged] = {}
         self._broken = ""
 
-    def install(self, policy: PolicyId, path: Path) -> tuple[str, ...]:
-        """See Engine.install; the names are those of all parameters."""
+    def read(self, policy: PolicyId, path: Path) -> Way:
+        """See Engine.read."""
         try:
             files = read_files(path)
         except AsyncRLError as error:
@@ -73,7 +82,12 @@ class WholeWeights:
         if not files or files[-1].digest != policy.digest:
             leads = files[-1].digest[:8] if files else "nothing"
             raise EngineError(f"policy {policy.short()}: its files lead to {leads}, not to it")
-        staged = self._beginning(policy, files)
+        return Way(files)
+
+    def install(self, policy: PolicyId, content: PolicyContent) -> tuple[str, ...]:
+        """See Engine.install; the names are those of all parameters."""
+        assert isinstance(content, Way)
+        staged = self._beginning(policy, content.files)
         self._check_updates(policy, staged.updates)
         self._staged[policy] = staged
         return self._engines.names

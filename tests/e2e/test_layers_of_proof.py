@@ -11,7 +11,7 @@ import torch
 from tiny_lm import save_qwen3
 from transformers import AutoModelForCausalLM
 
-import inference.torch_engine as torch_engine
+import inference.adapter_slots as adapter_slots
 from async_rl.config import AlgorithmConfig, TrainerConfig
 from async_rl.policy.adapter import read_adapter, write_adapter
 from async_rl.proof import make_proof, probe_tokens
@@ -19,6 +19,7 @@ from async_rl.version import PolicyId
 from buffer.proofs import Proofs, Verdict
 from inference.engine import EngineError
 from inference.slot_linear import LowRank
+from inference.torch_engine import TorchEngine
 from trainer.backend import Sample
 from trainer.proving import Prover
 from trainer.torch_backend import TorchBackend
@@ -41,7 +42,7 @@ class Delivery:
     def __init__(self, model: Path, folder: Path) -> None:
         trainer = TrainerConfig(rank=4, learning_rate=1e-4, warmup_steps=0)
         self.backend = TorchBackend(model, trainer=trainer, algorithm=AlgorithmConfig(), temperature=1.0, seed=1)
-        self.engine = torch_engine.TorchEngine(model, slots=2, max_context=40, max_resident=2)
+        self.engine = TorchEngine(model, slots=2, max_context=40, max_resident=2)
         self.prover = Prover(self.backend, SEED)
         self.proofs = Proofs(kept=10)
         self.canary_path, self.path = folder / "canary", folder / "policy"
@@ -82,9 +83,9 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Change what the engine's own check lets through."""
 
     def break_(change: Any) -> None:
-        whole = torch_engine.match_adapter
+        whole = adapter_slots.match_adapter
         monkeypatch.setattr(
-            torch_engine, "match_adapter",
+            adapter_slots, "match_adapter",
             lambda *arguments: {name: low for name, each in whole(*arguments).items() if (low := change(name, each))},
         )  # fmt: skip
 
@@ -172,5 +173,5 @@ def test_other_base_weights_are_caught_at_the_first_canary(delivery: Delivery, m
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight[3] += 0.1
     other.save_pretrained(tmp_path / "other")
-    delivery.engine = torch_engine.TorchEngine(tmp_path / "other", slots=2, max_context=40, max_resident=2)
+    delivery.engine = TorchEngine(tmp_path / "other", slots=2, max_context=40, max_resident=2)
     assert "differ from the trainer's" in delivery.judge(delivery.canary, delivery.canary_path).cause

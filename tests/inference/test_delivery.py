@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from store_house import RUN, TOKEN, House, wait_for
 from store_house import Node as Puller
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_rl.policy import tensor_file, update_file
+from async_rl.policy.update_file import write_snapshot
 from async_rl.run.killpoints import VARIABLE
 from async_rl.version import PolicyId
-from async_rl.wire.messages import Pull, Upload
+from async_rl.wire.messages import SNAPSHOT, Pull, Upload
 from inference import policies
 from inference.model_weights import model_weights
 from inference.policies import PolicyFetched, PolicyFetchFailed
@@ -84,11 +87,11 @@ class Node:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.link = pool.house.link("node", next(pool._names))
-        self.puller: Puller = pool.house.node(self.link, routed=True)
         self.engine = TorchEngine(
             pool.model, slots=1, max_context=16, max_resident=2, device="cpu", dtype="float32", storage="float32",
             compile_mode="never",
         )  # fmt: skip
+        self.puller: Puller = pool.house.node(self.link, True, self.engine.read)
         self.failed: list[str] = []
         self.trouble: list[str] = []
         self.routes: list[int] = []  # files of each
@@ -351,6 +354,58 @@ def test_files_damaged_on_the_stores_disk_and_other_checkpoints_are_refused(
     assert stranger.engine.serving is None
     pool.model = model
     pool.node().is_the_trainers()
+
+
+def test_what_was_read_is_what_is_applied_whatever_becomes_of_the_file(pool: Pool) -> None:
+    node = pool.node()
+    node.is_the_trainers()
+    pool.step()
+    fetched = node.puller.next()
+    fetched.discard()
+    fetched.path.write_bytes(b"another")
+    node.take(fetched)
+    node.is_the_trainers()
+    assert node.trouble == node.failed == []
+
+
+def test_files_are_read_and_hashed_in_the_pullers_thread_alone(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = pool.node()
+    node.is_the_trainers()  # the checkpoint's own digest is taken in the thread that has the model
+    threads: dict[str, set[str]] = {}
+
+    def watch(name: str) -> None:
+        real = getattr(tensor_file, name)
+
+        def call(*arguments: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return real(*arguments)
+
+        monkeypatch.setattr(update_file, name, call)
+
+    file = pool.policies.step()
+    digest = write_snapshot(tmp_path / "all", pool.policies.tensors(), None, 2)
+    for name in ("read_header", "read_tensors", "hash_tensors"):
+        watch(name)
+    pool.publish(file)
+    node.is_the_trainers()
+    pool.publish(File(PolicyId("main", 2, digest), SNAPSHOT, tmp_path / "all"))
+    node.come_to(PolicyId("main", 2, digest))
+    assert threads == {name: {"policy-puller"} for name in ("read_header", "read_tensors", "hash_tensors")}
+
+
+def test_a_file_that_came_as_the_store_has_it_and_is_broken_is_refused_as_by_the_engine(pool: Pool) -> None:
+    node = pool.node()
+    node.is_the_trainers()
+    file = pool.policies.step()
+    data = bytearray(file.path.read_bytes())
+    data[-9] ^= 1
+    pool.house.upload_as(file.policy, bytes(data), file.kind, file.parent)
+    wait_for(lambda: node.advance() or bool(node.trouble), "its refusal")
+    assert "leads to" in node.trouble[0]
+    assert node.failed == []
+    assert node.own_files() == []
 
 
 def test_what_the_engine_refuses_leaves_the_old_policy_serving_and_a_later_way_heals_it(

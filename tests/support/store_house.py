@@ -18,7 +18,10 @@ from async_rl.version import PolicyId
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import PinPolicy, Pull, Stored, Upload
 from buffer.store import PolicyFiles, StoreService
+from inference.engine import PolicyContent
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
+
+Read = Callable[[PolicyId, Path], PolicyContent]
 
 RUN, TOKEN = "r1", "t" * 64
 MAX_STALENESS = 1
@@ -91,13 +94,13 @@ class House:
         client.connect(PATIENCE_S)
         return client
 
-    def node(self, link: Client | None = None, routed: bool = False) -> Node:
+    def node(self, link: Client | None = None, routed: bool = False, read: Read | None = None) -> Node:
         link = link or self.link("node", "node")
         folder = self.scratch
         if link.name != "node":  # a folder of its own, as every node has
             folder = self.scratch / link.name
             folder.mkdir()
-        node = Node(link, folder, routed)
+        node = Node(link, folder, routed, read)
         self._closing.append(node.puller.close)
         return node
 
@@ -143,10 +146,10 @@ class House:
 
 
 class Node:
-    def __init__(self, link: Client, folder: Path, routed: bool = False) -> None:
+    def __init__(self, link: Client, folder: Path, routed: bool = False, read: Read | None = None) -> None:
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.folder = folder
-        self.puller = PolicyPuller(link, folder, self.inbox, routed)
+        self.puller = PolicyPuller(link, folder, self.inbox, routed, read)
 
     def next(self) -> Any:
         return self.inbox.get(timeout=PATIENCE_S)

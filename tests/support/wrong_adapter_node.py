@@ -13,13 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import inference.torch_engine as torch_engine
+import inference.adapter_slots as adapter_slots
 from async_rl.policy.adapter import read_adapter, write_adapter
 from async_rl.proof import CANARY
 from async_rl.run.process import pool_main
 from async_rl.version import PolicyId
+from inference.engine import PolicyContent
 from inference.node import body
 from inference.slot_linear import LowRank
+from inference.torch_engine import TorchEngine
 
 Adapters = dict[str, LowRank]
 
@@ -51,20 +53,27 @@ BEHIND_THE_DIGEST: dict[str, Callable[[Adapters], Adapters]] = {
     "wrong": wrong, "empty": empty, "partial": partial, "scaled": scaled
 }  # fmt: skip
 
-match_adapter = torch_engine.match_adapter
-install = torch_engine.TorchEngine.install
+match_adapter = adapter_slots.match_adapter
+read, install = TorchEngine.read, TorchEngine.install
 is_due = False
 
 
-def install_wrongly(engine: torch_engine.TorchEngine, policy: PolicyId, path: Path) -> Any:
-    global is_due
+def is_meant(policy: PolicyId) -> bool:
     is_canary = policy.name == CANARY
-    is_due = is_canary if FROM == "canary" else not is_canary and policy.version >= int(FROM)
-    if is_due and FAULT == "misnamed":
+    return is_canary if FROM == "canary" else not is_canary and policy.version >= int(FROM)
+
+
+def read_wrongly(engine: TorchEngine, policy: PolicyId, path: Path) -> PolicyContent:
+    if is_meant(policy) and FAULT == "misnamed":
         tensors, config = read_adapter(path)
         write_adapter(path, {name.replace(".layers.", ".layer."): each for name, each in tensors.items()}, config)
-    installed = install(engine, policy, path)
-    return installed
+    return read(engine, policy, path)
+
+
+def install_wrongly(engine: TorchEngine, policy: PolicyId, files: Path | PolicyContent) -> Any:
+    global is_due
+    is_due = is_meant(policy)
+    return install(engine, policy, files)
 
 
 def match_wrongly(*arguments: Any) -> Adapters:
@@ -74,6 +83,6 @@ def match_wrongly(*arguments: Any) -> Adapters:
 
 
 if __name__ == "__main__":
-    torch_engine.match_adapter = match_wrongly
-    torch_engine.TorchEngine.install = install_wrongly  # type: ignore[method-assign]
+    adapter_slots.match_adapter = match_wrongly
+    TorchEngine.read, TorchEngine.install = read_wrongly, install_wrongly  # type: ignore[method-assign]
     pool_main(__file__, body)
