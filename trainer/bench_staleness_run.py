@@ -60,6 +60,11 @@ KEPT_METRICS = (
     "ratio_mean",
     "ratio_max",
     "grad_norm",
+    # Of some kinds of trainer only, and where steps are controlled.
+    "rounding_noise",
+    "step_scale",
+    "applied_kl",
+    "realised_kl",
 )
 
 
@@ -162,7 +167,8 @@ class Course:
     def means(self, lag: int) -> dict[str, float]:
         """Over the updates at full lag; over all where there are none."""
         full = self._steps[lag:] or self._steps
-        return {key: fmean(step[key] for step in full) for key in KEPT_METRICS} if full else {}
+        there = [key for key in KEPT_METRICS if full and all(key in step for step in full)]
+        return {key: fmean(step[key] for step in full) for key in there}
 
 
 def run(scale: Scale, cell: Cell, sampler: Child, folder: Path) -> Outcome:

@@ -302,7 +302,8 @@ def test_an_adapter_with_zero_b_is_the_base_model(qwen):
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(qwen.path)(input_ids=ids).logits[0, :-1]
     expected = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-    np.testing.assert_allclose(engine.score(policy, [sequence])[0], expected.numpy(), atol=1e-6)
+    # Two programs' roundings apart, as everywhere here: on one CPU 1.4e-6.
+    np.testing.assert_allclose(engine.score(policy, [sequence])[0], expected.numpy(), atol=1e-5)
 
 
 def test_in_bfloat16_scores_equal_those_of_peft(qwen, finish_all):
