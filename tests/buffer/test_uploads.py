@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from store_house import PATIENCE_S, House, data_of, policy, wait_for
 
 from async_rl.errors import AsyncRLError
-from async_rl.wire import parts
+from async_rl.wire import frames, parts
 from async_rl.wire.link import LinkRefused, LinkTimeout
 from async_rl.wire.messages import Upload
 from async_rl.wire.parts import parts_of
@@ -177,6 +177,16 @@ def test_a_published_file_is_stored_whole_announced_once_and_never_held_whole(
     node.expect(1, path.read_bytes())
     assert max(held) == 1000
     assert sum(held) == path.stat().st_size
+
+
+def test_a_file_may_be_larger_than_a_frame(small_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq hangs up on who sends a frame of more than 1 GiB, which whole weights are from 0.27B parameters on."""
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 4000)
+    house = House(tmp_path)
+    path = adapter(tmp_path, 1)
+    publisher(house).store(policy(1), path)
+    assert house.file(1).read_bytes() == path.read_bytes()
+    house.close()
 
 
 def test_a_store_that_dies_amid_an_upload_gets_the_whole_of_it_again(

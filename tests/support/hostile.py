@@ -131,6 +131,7 @@ def insiders(trace: Path, rng: random.Random) -> Iterator[Any]:
                 EvalRequest(NEVER, 1, SamplingParams(1.0, 1), 1.0),
                 Upload(NEVER, "lora", size, "0" * 64),
                 Upload(NEVER, "factors", size, "0" * 64, NEVER),
+                Upload(NEVER, "snapshot", 1 << 40, "", None, size),
                 Route(NEVER, rng.choice([None, NEVER])),
                 Pull(NEVER, size, size),
                 Pull(NEVER, 0, 1),
