@@ -254,6 +254,8 @@ class Serving:
         except AsyncRLError as error:
             if isinstance(error, BaseMoved) and self._again(fetched):
                 log.info("asked for again: %s", error)
+                if self._waiting.get(fetched.policy):  # for them it has to come even if it is the newest no more
+                    self._ask(fetched.policy)
                 return None
             self._failed(fetched.policy, str(error))
             self._give_up(fetched.policy, str(error))

@@ -43,11 +43,12 @@ class House:
         self.asked: list[PolicyId] = []
         self.done: dict[int, Completion] = {}
         self.worked: list[str] = []
+        self.comes_again = False
         self.now = 100.0
         self.serving = Serving(
             self.engine, "continue", 10.0, self.asked.append, lambda _, error: self.failed.append(error),
             lambda request, why: self.unstarted.append((request.key[1], why)), lambda _: None, lambda: self.pinned,
-            working=self._work,
+            again=lambda _: self.comes_again, working=self._work,
         )  # fmt: skip
         self.fetch()
         assert self.advance() == 0
@@ -245,3 +246,25 @@ def test_what_may_take_long_is_announced_as_work_so_that_a_slow_disk_does_not_en
     one.fetch()
     one.advance()
     assert one.worked[2:] == [f"{what} policy {one.policy(1).short()}" for what in ("installs", "flips to")]
+
+
+@pytest.mark.parametrize("comes_again", [True, False])
+def test_a_way_from_weights_that_were_left_costs_no_request_that_waits_for_it_its_policy(
+    house: Callable[[], House], comes_again: bool
+) -> None:
+    """Unless it was asked for too often."""
+    one = house()
+    one.comes_again = comes_again
+    one.policies.step(), one.policies.step()
+    one.serving.submit(one.request(1, pinned=2))
+    path = one.folder / "way-from-1"
+    shutil.copy(one.policies.main[2].path, path)
+    one.serving.fetched(PolicyFetched(one.policy(2), path, 3, 5.0), one.now)
+    assert one.advance() is None
+    assert one.asked == [one.policy(2)] * (2 if comes_again else 1)
+    assert len(one.failed) == len(one.unstarted) == (0 if comes_again else 1)
+    if comes_again:
+        one.fetch(2)
+        assert one.advance() == 2
+        one.run()
+        assert one.versions(1) == [2]
