@@ -166,8 +166,8 @@ def samples_due(step: int, steps: int) -> bool:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """How many pushes and mismatches of a buffer's process, its `life`, were recorded. It is in checkpoints, so that a
-    trainer that goes on records those since then, and none before it twice."""
+    """How many mismatches of a buffer were recorded, and how many pushes of its process, its `life`. It is in
+    checkpoints, so that a trainer that goes on records those since then, and none before it twice."""
 
     life: str = ""
     pushes: int = 0
@@ -180,10 +180,12 @@ def seen_in(status: Status) -> Seen:
 
 def pools_record(status: Status, seen: Seen) -> Record:
     """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since what was `seen`, and
-    `mismatches` what nodes have shown since then: [node, version, largest |dlogp| in nats, k3]."""
-    before = seen if seen.life == status.life else Seen()
-    new = max(0, status.pushes - before.pushes)
-    shown = max(0, status.mismatch_count - before.mismatches)
+    `mismatches` what nodes have shown since then: [node, version, largest |dlogp| in nats, k3].
+
+    A buffer that was started again counts pushes from 0; its mismatches it has from its journal, in the same order.
+    Fewer of them than were seen are those of a buffer without that journal, and all new."""
+    new = status.pushes - (seen.pushes if seen.life == status.life else 0)
+    shown = status.mismatch_count - (seen.mismatches if status.mismatch_count >= seen.mismatches else 0)
     return {
         "uptime_s": round(status.uptime_s, 3),
         "confirmed": status.confirmed_batches,

@@ -389,7 +389,8 @@ class Status(Message, frozen=True, tag=True):
     trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all.
     `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how often a node was set aside, and
     came back. `reused` is what was lent again, by outcome, and how many batches were smaller for want of it. `life`
-    names the buffer's process: with a new one, what is counted here and not in the ledger begins at 0."""
+    names the buffer's process: with a new one `pushes` and `sampled_lengths` begin at 0, and what the journal makes
+    again, `mismatch_count` among it, goes on."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 
 from async_rl.config import BufferConfig, Config
+from async_rl.proof import Proof, make_proof, probe_tokens
 from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory, pack_segments
-from async_rl.version import VersionRun
+from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, NodeMismatch, Status
+from buffer.events import NodeAttested, NodeJoined, PolicyRegistered
+from buffer.observed import Observed
+from buffer.recorder import Recorder
+from buffer.rules import rules_from_config
 from trainer.backend import StepResult
 from trainer.batches import TrainingBatch, prepare
 from trainer.records import (
@@ -118,7 +125,7 @@ def buffers_view(life: str, mismatches: int, pushes: int) -> Status:
     )  # fmt: skip
 
 
-def test_what_was_recorded_of_a_buffer_is_not_recorded_again_and_a_new_ones_counts_begin_at_nothing() -> None:
+def test_what_was_recorded_of_a_buffer_is_not_recorded_again_and_a_new_ones_pushes_begin_at_nothing() -> None:
     def recorded(status: Status, seen: Seen) -> tuple[list[int], list[float]]:
         view = pools_record(status, seen)
         return [version for _, version, *_ in view["mismatches"]], view["push_ms"]
@@ -129,7 +136,41 @@ def test_what_was_recorded_of_a_buffer_is_not_recorded_again_and_a_new_ones_coun
     assert recorded(first, kept) == ([], [])
     assert recorded(later, kept) == ([2], [3.0, 4.0])
     assert recorded(buffers_view("b", 1, 1), kept) == ([0], [0.0])
-    assert recorded(buffers_view("b", 3, 4), kept) == ([0, 1, 2], [0.0, 1.0, 2.0, 3.0])  # as many, and all new
+    assert recorded(buffers_view("b", 3, 4), kept) == ([2], [0.0, 1.0, 2.0, 3.0])  # with the journal of the first
+
+
+def test_a_buffer_that_was_killed_and_recovered_shows_no_mismatch_twice(tmp_path: Path) -> None:
+    """Its journal makes the mismatches again; the pushes are of a process."""
+    config = Config(buffer=BufferConfig(max_staleness=4))
+    tokens = probe_tokens(7, 50)
+
+    def shown(version: int) -> Proof:
+        return make_proof(tokens, [np.full(len(each) - 1, -3.0 - version, np.float32) for each in tokens], ("q_proj",))
+
+    def lives_and_shows(*versions: int) -> Status:
+        recorder, observed = Recorder(tmp_path, "run", rules_from_config(config), "never"), Observed(config, 0.0)
+        for version in versions:
+            policy = PolicyId("main", version, f"{version:064x}")
+            recorder.apply(PolicyRegistered(policy, shown(version)), version)
+            recorder.apply(NodeJoined("node", 8, 1e-3), version)
+            observed.published(policy, ["node"], version)
+            recorder.apply(NodeAttested("node", policy, shown(version)), version)
+            observed.serving("node", policy, version)
+        status = observed.status(recorder.replay, {}, "trainer", 9.0)
+        recorder.close()
+        return status
+
+    def recorded(status: Status, seen: Seen) -> tuple[list[int], int]:
+        view = pools_record(status, seen)
+        return [version for _, version, *_ in view["mismatches"]], len(view["push_ms"])
+
+    first = lives_and_shows(0, 1, 2)
+    assert recorded(first, Seen()) == ([0, 1, 2], 3)
+    second = lives_and_shows()
+    assert recorded(second, seen_in(first)) == ([], 0)
+    third = lives_and_shows(3)
+    assert third.life != first.life
+    assert recorded(third, seen_in(second)) == recorded(third, seen_in(first)) == ([3], 1)
 
 
 def test_the_first_and_the_last_step_are_always_kept() -> None:
