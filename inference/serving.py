@@ -12,6 +12,7 @@ passed is gone, and what is pinned to it cannot start.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from async_rl.proof import CANARY
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from inference.engine import BaseMoved, Engine, EngineError, InFlight, Installed, Prefix, Request
-from inference.policies import PolicyFetched
+from inference.policies import TRIES, PolicyFetched
 
 log = logging.getLogger("serving")
 
@@ -81,6 +82,7 @@ class Serving:
         self._waiting: dict[
             PolicyId, list[Request]
         ] = {}  # requests whose pinned policy, or their prefix's, is not here yet
+        self._left_behind: Counter[PolicyId] = Counter()  # how often what they wait for led from weights of the past
 
     def fetched(self, policy: PolicyFetched, now: float) -> None:
         """A newer policy to serve replaces an older one that still waits for its slot, and inherits its patience: a
@@ -222,12 +224,16 @@ class Serving:
         return fetched.order > self._served_order or (later and bool(self._waiting.get(fetched.policy)))
 
     def _start_waiting(self, policy: PolicyId) -> None:
-        for request in self._waiting.pop(policy, []):
+        for request in self._no_longer_waiting(policy):
             self._start(request)
+
+    def _no_longer_waiting(self, policy: PolicyId) -> list[Request]:
+        self._left_behind.pop(policy, None)
+        return self._waiting.pop(policy, [])
 
     def _give_up(self, policy: PolicyId, error: str) -> None:
         """Pinned requests cannot run; those that only prefer this policy go on under the serving one."""
-        for request in self._waiting.pop(policy, []):
+        for request in self._no_longer_waiting(policy):
             if request.policy is not None:
                 self._unstarted(request, error)
             else:
@@ -251,17 +257,32 @@ class Serving:
                 raise fetched.content
             with self._working(f"installs policy {fetched.policy.short()}"):
                 return self._engine.install(fetched.policy, fetched.content or fetched.path)
+        except BaseMoved as moved:
+            self._leads_from_the_past(fetched, str(moved))
+            return None
         except AsyncRLError as error:
-            if isinstance(error, BaseMoved) and self._again(fetched):
-                log.info("asked for again: %s", error)
-                if self._waiting.get(fetched.policy):  # for them it has to come even if it is the newest no more
-                    self._ask(fetched.policy)
-                return None
             self._failed(fetched.policy, str(error))
             self._give_up(fetched.policy, str(error))
             return None
         finally:
             fetched.discard()
+
+    def _leads_from_the_past(self, fetched: PolicyFetched, error: str) -> None:
+        """The engine flipped while it came, which is no fault of the policy's: it is asked for again, a few times, and
+        never told as refused. Requests that wait for it need it even if it is the newest no more."""
+        policy = fetched.policy
+        waited_for = bool(self._waiting.get(policy))
+        comes = self._again(fetched)
+        if waited_for and not fetched.order:
+            self._left_behind[policy] += 1
+            comes = self._left_behind[policy] < TRIES
+        if not comes:
+            log.warning("not asked for again: %s", error)
+            self._give_up(policy, error)
+            return
+        log.info("asked for again: %s", error)
+        if waited_for:
+            self._ask(policy)
 
     def _make_room(self, fetched: PolicyFetched, waited_s: float) -> bool:
         resident = self._engine.resident

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from async_rl.version import PolicyId
 from async_rl.wire.messages import SamplingParams
 from inference.engine import Completion, EngineError, Request
-from inference.policies import PolicyFetched
+from inference.policies import TRIES, PolicyFetched
 from inference.serving import PARTING_S, Serving
 from inference.torch_engine import TorchEngine
 
@@ -248,23 +248,50 @@ def test_what_may_take_long_is_announced_as_work_so_that_a_slow_disk_does_not_en
     assert one.worked[2:] == [f"{what} policy {one.policy(1).short()}" for what in ("installs", "flips to")]
 
 
+def leads_from_1(one: House, order: int) -> PolicyFetched:
+    """Version 2, as what changes version 1."""
+    path = one.folder / "way-from-1"
+    shutil.copy(one.policies.main[2].path, path)
+    return PolicyFetched(one.policy(2), path, order, 5.0)
+
+
 @pytest.mark.parametrize("comes_again", [True, False])
 def test_a_way_from_weights_that_were_left_costs_no_request_that_waits_for_it_its_policy(
     house: Callable[[], House], comes_again: bool
 ) -> None:
-    """Unless it was asked for too often."""
+    """Unless it was asked for too often; nor is it told as refused, which would be the end of this node's leases."""
     one = house()
     one.comes_again = comes_again
     one.policies.step(), one.policies.step()
     one.serving.submit(one.request(1, pinned=2))
-    path = one.folder / "way-from-1"
-    shutil.copy(one.policies.main[2].path, path)
-    one.serving.fetched(PolicyFetched(one.policy(2), path, 3, 5.0), one.now)
+    one.serving.fetched(leads_from_1(one, order=3), one.now)
     assert one.advance() is None
     assert one.asked == [one.policy(2)] * (2 if comes_again else 1)
-    assert len(one.failed) == len(one.unstarted) == (0 if comes_again else 1)
+    assert one.failed == []
+    assert len(one.unstarted) == (0 if comes_again else 1)
     if comes_again:
         one.fetch(2)
         assert one.advance() == 2
         one.run()
         assert one.versions(1) == [2]
+
+
+def test_what_requests_wait_for_is_asked_for_however_often_the_base_moves_up_to_a_bound(
+    house: Callable[[], House],
+) -> None:
+    one = house()
+    one.policies.step(), one.policies.step()
+    one.serving.submit(one.request(1, pinned=2))
+    for tries in range(1, TRIES + 1):
+        assert one.asked == [one.policy(2)] * tries
+        one.serving.fetched(leads_from_1(one, order=0), one.now)
+        assert one.advance() is None
+    assert one.asked == [one.policy(2)] * TRIES
+    assert [sample for sample, _ in one.unstarted] == [1]
+    assert one.failed == []
+    one.serving.submit(one.request(2, pinned=2))
+    one.serving.fetched(leads_from_1(one, order=0), one.now)
+    assert one.advance() is None  # and it is counted anew
+    one.fetch(2)
+    assert one.advance() == 2
+    assert [sample for sample, _ in one.unstarted] == [1]
