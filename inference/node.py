@@ -205,6 +205,8 @@ class Node:
                 self._collect(self._book.scored(item.key, item.reward, item.components, item.seconds, item.error))
             case PolicyFetched():
                 self._serving.fetched(item, time.monotonic())
+            case PolicyFetchFailed(policy, error, again=True):
+                log.warning("policy %s did not come, and is asked for again: %s", policy.short(), error)
             case PolicyFetchFailed(policy, error):
                 log.warning("policy %s did not come: %s", policy.short(), error)
                 self._gauges.failed()

@@ -2,8 +2,8 @@
 
 A thread of its own does this, so that sampling goes on while 160 MB come in, and while the engine's `read` looks at
 them. It always fetches the newest announced policy, skipping what was overtaken, and on request older ones that
-evaluation has pinned. A half-received file is never handed over. The newest is asked for again, a few times, when it
-did not come, or when the engine has gone another way while it came.
+evaluation has pinned. A half-received file is never handed over. The newest is asked for again when it did not come, or
+when the engine has gone another way while it came: a few times, but for as long as it is this node's disk that fails.
 
 Where policies change the weights in place (`routed`), what is pulled is the way to a policy: the store says which files
 have to be applied to what the engine serves, in the fewest bytes.
@@ -37,7 +37,8 @@ CHUNKS_AHEAD = 4  # outstanding requests: enough to keep a link busy, little eno
 CHUNK_TIMEOUT_S = 30.0
 IDLE_S = 0.2
 RETRY_S = 1.0  # before what did not come is asked for again
-TRIES = 5  # of the newest policy: a full disk may be emptied meanwhile, but a damaged file stays so
+LONGEST_RETRY_S = 30.0  # the pause doubles with every fault of the disk, up to this
+TRIES = 5  # of the newest policy: what is damaged stays so; faults of this disk do not count, it may be emptied
 
 
 class PolicyFetched(NamedTuple):
@@ -57,17 +58,24 @@ class PolicyFetched(NamedTuple):
 
 
 class PolicyFetchFailed(NamedTuple):
+    """`again`: it is asked for once more, unless a newer one comes first and nobody waits for this one."""
+
     policy: PolicyId
     error: str
+    again: bool
 
 
-class Again(NamedTuple):
-    """The newest policy, to be asked for once more at a time of the monotonic clock."""
+class Attempt(NamedTuple):
+    """To fetch a policy: the newest, or, with order 0, one asked for or the canary. `due` is a time of the monotonic
+    clock, `waited_s` the pause before it if the disk was at fault. `asked`: somebody waits for this one in particular,
+    and needs it even if a newer one comes meanwhile."""
 
     policy: PolicyId
-    order: int
-    tries: int
-    due: float
+    order: int = 0
+    tries: int = 1
+    due: float = 0.0
+    waited_s: float = 0.0
+    asked: bool = False
 
 
 class PolicyPuller:
@@ -89,7 +97,8 @@ class PolicyPuller:
         self._canary: PolicyId | None = None  # announced and not here yet
         self._canary_seen: PolicyId | None = None
         self._fetched_order = 0
-        self._again: Again | None = None
+        self._again: Attempt | None = None  # of the newest, which did not come
+        self._begun = 0  # fetches, for names of their own
         self._left: queue.SimpleQueue[PolicyFetched] = queue.SimpleQueue()  # fetched, and of no use any more
         self._order_base = 0
         self._sessions = link.sessions
@@ -127,10 +136,11 @@ class PolicyPuller:
                 if self._canary is not None:
                     self._fetch_canary(self._canary)
                 elif news is not None:
+                    self._overtaken()
                     self._fetched_order = news.order
-                    self._fetch_newest(news.policy, self._order_base + news.order, 1)
+                    self._fetch_newest(Attempt(news.policy, self._order_base + news.order))
                 elif not self._asked.empty():
-                    self._fetch(self._asked.get_nowait(), 0)
+                    self._fetch_asked(self._asked.get_nowait())
                 else:
                     self._try_again()
         except Exception as error:  # whatever it is, the node must not go on with what it serves for ever
@@ -139,27 +149,44 @@ class PolicyPuller:
 
     def _fetch_canary(self, canary: PolicyId) -> None:
         """Before any other policy, and again until it is here: the node may not work without it."""
-        if self._fetch(canary, 0):
+        if self._fetch(Attempt(canary)):
             self._canary, self._canary_seen = None, canary
         else:
             self._closing.wait(RETRY_S)
 
-    def _fetch_newest(self, policy: PolicyId, order: int, tries: int) -> None:
-        self._again = None
-        if not self._fetch(policy, order, tries):
-            self._plan(policy, order, tries)
+    def _fetch_asked(self, policy: PolicyId) -> None:
+        if self._again is not None and self._again.policy == policy:  # it is on its way, as the newest
+            self._again = self._again._replace(asked=True)
+        else:
+            self._fetch(Attempt(policy))
 
-    def _plan(self, policy: PolicyId, order: int, tries: int) -> None:
-        if tries < TRIES:
-            self._again = Again(policy, order, tries + 1, time.monotonic() + RETRY_S)
+    def _fetch_newest(self, attempt: Attempt) -> None:
+        self._again = None
+        self._fetch(attempt)
+
+    def _next(self, attempt: Attempt, error: Exception) -> Attempt | None:
+        """What follows on one that failed, if anything does."""
+        now = time.monotonic()
+        if isinstance(error, OSError):
+            pause_s = min(max(RETRY_S, 2 * attempt.waited_s), LONGEST_RETRY_S)
+            return attempt._replace(due=now + pause_s, waited_s=pause_s)
+        if attempt.tries < TRIES:
+            return attempt._replace(tries=attempt.tries + 1, due=now + RETRY_S, waited_s=0.0)
+        return None
 
     def _try_again(self) -> None:
         while not self._left.empty():
             left = self._left.get_nowait()
             if left.order == self._order_base + self._fetched_order:  # else a newer one has come meanwhile
-                self._plan(left.policy, left.order, left.tries)
+                self._again = Attempt(left.policy, left.order, left.tries + 1, time.monotonic() + RETRY_S)
         if self._again is not None and time.monotonic() >= self._again.due:
-            self._fetch_newest(self._again.policy, self._again.order, self._again.tries)
+            self._fetch_newest(self._again)
+
+    def _overtaken(self) -> None:
+        """What is the newest no more is asked for again by none but those who wait for it."""
+        if self._again is not None and self._again.asked:
+            self._asked.put(self._again.policy)
+        self._again = None
 
     def _notice_a_new_session(self) -> None:
         """The store has forgotten this node, or was started again and counts its announcements from 1: what it
@@ -167,7 +194,8 @@ class PolicyPuller:
         if self._link.sessions > self._sessions:
             self._sessions = self._link.sessions
             self._order_base += self._fetched_order
-            self._fetched_order, self._newest, self._again = 0, None, None
+            self._overtaken()
+            self._fetched_order, self._newest = 0, None
 
     def _listen(self, timeout_s: float) -> None:
         """Take announcements until there is nothing more to read."""
@@ -195,10 +223,11 @@ class PolicyPuller:
         elif isinstance(message, Stop):
             self._closing.set()
 
-    def _fetch(self, policy: PolicyId, order: int, tries: int = 1) -> bool:
+    def _fetch(self, attempt: Attempt) -> bool:
         """Hand it over, or that it failed; returns which."""
-        started = time.monotonic()
-        path = self._folder / f"{policy.short()}-{order}-{tries}.safetensors"
+        started, policy = time.monotonic(), attempt.policy
+        self._begun += 1
+        path = self._folder / f"{policy.short()}-{self._begun}.safetensors"
         try:
             if self._routed and policy.name != CANARY:
                 path = self._pull_way(policy, path)
@@ -209,9 +238,13 @@ class PolicyPuller:
             discard(path)
             if isinstance(error, LinkError):
                 raise
-            self._inbox.put(PolicyFetchFailed(policy, str(error)))
+            if attempt.order:
+                self._again = self._next(attempt, error)
+            again = policy.name == CANARY or (attempt.order > 0 and self._again is not None)
+            self._inbox.put(PolicyFetchFailed(policy, str(error), again))
             return False
-        self._inbox.put(PolicyFetched(policy, path, order, (time.monotonic() - started) * 1e3, tries, content))
+        ms = (time.monotonic() - started) * 1e3
+        self._inbox.put(PolicyFetched(policy, path, attempt.order, ms, attempt.tries, content))
         return True
 
     def _content(self, policy: PolicyId, path: Path) -> PolicyContent | AsyncRLError | None:

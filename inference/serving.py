@@ -98,8 +98,8 @@ class Serving:
         self._incoming.append(Incoming(policy, now, waiting_since))
 
     def fetch_failed(self, policy: PolicyId, error: str) -> None:
-        """A policy will not come: nothing that waits for it can start. The one that serves goes on, and for a joiner
-        that serves none yet a newer one will be announced, so this is nobody's end."""
+        """A policy will not come, as the store has it damaged or no more: nothing that waits for it can start. The one
+        that serves goes on, and a joiner that serves none yet waits for a newer one, so this is nobody's end."""
         self._give_up(policy, error)
 
     def submit(self, request: Request) -> None:

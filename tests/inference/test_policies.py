@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -210,13 +211,69 @@ def test_what_stays_damaged_is_asked_for_a_few_times_and_then_no_more(
     house.upload(1, data_of(1))
     flip_a_byte(house.file(1))
     node = house.node()
-    for _ in range(policies.TRIES):
-        assert "arrived damaged" in node.expect_failure(1)
+    for number in range(policies.TRIES):
+        failed = node.next()
+        assert "arrived damaged" in failed.error
+        assert failed.again == (number < policies.TRIES - 1)
     asked = len(house.store.pulls)
     time.sleep(0.5)
     assert len(house.store.pulls) == asked
     assert node.inbox.empty()
     node.expect(2, house.upload(2, data_of(2)))
+
+
+def test_what_the_disk_does_not_take_is_asked_for_until_it_does_at_ever_longer_intervals(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "RETRY_S", 0.02)
+    monkeypatch.setattr(policies, "LONGEST_RETRY_S", 0.16)
+    shutil.rmtree(house.scratch)
+    node = house.node()
+    data = house.upload(1, data_of(1))
+    times = []
+    for _ in range(policies.TRIES + 2):
+        assert node.next().again
+        times.append(time.monotonic())
+    waited = [later - earlier for earlier, later in pairwise(times)]
+    assert all(wait > 0.9 * least for wait, least in zip(waited, (0.02, 0.04, 0.08, 0.16, 0.16, 0.16), strict=True))
+    house.scratch.mkdir()
+    failed = node.next()
+    while isinstance(failed, PolicyFetchFailed):
+        failed = node.next()
+    assert (failed.path.read_bytes(), failed.tries) == (data, 1)
+    assert node.puller.again(failed)  # those tries are no reason to leave it at that
+    assert node.expect(1, data).tries == 2
+
+
+def test_one_who_waits_for_the_newest_that_did_not_come_hears_nothing_until_it_has(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "RETRY_S", 1.0)
+    shutil.rmtree(house.scratch)
+    node = house.node()
+    data = house.upload(1, data_of(1))
+    node.expect_failure(1)
+    node.puller.ask(policy(1))
+    house.scratch.mkdir()
+    assert node.expect(1, data).order == 1
+    time.sleep(0.3)
+    assert node.inbox.empty()
+
+
+def test_one_who_waits_for_the_newest_that_did_not_come_gets_it_after_a_newer_one(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "RETRY_S", 60.0)
+    monkeypatch.setattr(policies, "LONGEST_RETRY_S", 60.0)
+    shutil.rmtree(house.scratch)
+    node = house.node()
+    data = house.upload(1, data_of(1))
+    node.expect_failure(1)
+    node.puller.ask(policy(1))
+    wait_for(lambda: node.puller._again is not None and node.puller._again.asked, "the puller to see who waits")
+    house.scratch.mkdir()
+    node.expect(2, house.upload(2, data_of(2)))
+    assert node.expect(1, data).order == 0
 
 
 def test_of_what_is_asked_for_again_a_newer_one_takes_the_place(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
