@@ -147,7 +147,7 @@ class PolicyFiles:
         known = self._stored.get(upload.policy)
         if known is not None and known.sha256 == upload.sha256:
             partial.unlink()
-            self._stored[upload.policy] = self._stored.pop(upload.policy)  # the last, with which a past may begin anew
+            self._remember(known)
             return known
         newest = self.newest
         is_news = upload.policy.name not in (CANARY, SNAPSHOT) and (
@@ -161,15 +161,19 @@ class PolicyFiles:
         os.fsync(descriptor)  # the new name
         os.close(descriptor)
         reached("store.before-index")
+        self._remember(entry)
+        reached("store.after-index")
+        self._sweep()
+        return entry
+
+    def _remember(self, entry: StoredPolicy) -> None:
+        """As the last, with which a past may begin anew; also for the store that is started after this one."""
         with (self._folder / "index.jsonl").open("a") as index:
             index.write(json.dumps([self._run, *msgspec.to_builtins(entry)]) + "\n")
             index.flush()
             os.fsync(index.fileno())
-        reached("store.after-index")
-        self._stored.pop(upload.policy, None)  # so that it is the last
-        self._stored[upload.policy] = entry
-        self._sweep()
-        return entry
+        self._stored.pop(entry.policy, None)
+        self._stored[entry.policy] = entry
 
     def route(self, policy: PolicyId, have: PolicyId | None) -> tuple[StoredPolicy, ...] | None:
         """See Routes.to."""
@@ -201,7 +205,8 @@ class PolicyFiles:
         self._pins.clear()
 
     def _read_index(self) -> list[StoredPolicy]:
-        """This run's entries, in order. The last line may be torn: its policy was not announced."""
+        """This run's entries, in order; of a policy that was stored again, more than one. The last line may be torn:
+        its policy was not announced."""
         entries = []
         with suppress(FileNotFoundError), (self._folder / "index.jsonl").open() as index:
             for line in index:

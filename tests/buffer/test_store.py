@@ -115,7 +115,24 @@ def test_the_same_policy_again_is_stored_and_announced_once(tmp_path: Path) -> N
     first = files.add(upload(policy(3), b"x"), memoryview(b"x"))
     assert files.add(upload(policy(3), b"x"), memoryview(b"x")) == first
     assert files.newest_order == 1
-    assert len((tmp_path / "index.jsonl").read_text().splitlines()) == 1
+    again = PolicyFiles(tmp_path, "run1", 4, keep=True)
+    assert again.newest == first
+    assert list(again.sizes) == [policy(3)]
+    assert again.newest_order == 1
+
+
+def test_what_was_stored_again_is_the_last_also_for_a_store_that_starts_again(tmp_path: Path) -> None:
+    """A trainer that has gone back to version 1 begins another past there, and nobody pins it any more."""
+    files = PolicyFiles(tmp_path, "run1", 0)
+    files.pin(policy(1), True)
+    for version in (0, 1, 2, 3, 4, 1):
+        files.add(upload(policy(version), b"x"), memoryview(b"x"))
+    for each in (PolicyFiles(tmp_path, "run1", 0, keep=True), files):
+        assert [identity.version for identity in each.sizes] == [3, 4, 1]
+        assert each.newest is not None
+        assert each.newest.policy == policy(4)
+        each.pin(policy(1), False)
+        assert each.read(policy(1), 0, 9) == b"x"
 
 
 def test_a_version_trained_again_is_kept_and_not_announced_until_its_version_passes_the_highest(
