@@ -63,6 +63,7 @@ class PolicyFiles:
         self._max_staleness = max_staleness
         self._stored: dict[PolicyId, StoredPolicy] = {}
         self._pins: set[PolicyId] = set()
+        self._pins_may_be_missing = False
         self._order = 0
         self._partial: PartialFile | None = None
         self._expired = folder / "expired.part"
@@ -164,6 +165,7 @@ class PolicyFiles:
         self._remember(entry)
         reached("store.after-index")
         self._sweep()
+        self._pins_may_be_missing = False
         return entry
 
     def _remember(self, entry: StoredPolicy) -> None:
@@ -201,8 +203,11 @@ class PolicyFiles:
             self._sweep()
 
     def forget_pins(self) -> None:
-        """A trainer pins what *it* evaluates, and says so before it uploads. What is stored stays until then."""
+        """Of a trainer that joins anew. It pins what *it* evaluates and says so before it uploads, but what its link
+        had not seen taken by an earlier store comes before that: the rest of an upload, or a pin that ends. So all that
+        is stored stays until a first file is, and the next one finds the pins here."""
         self._pins.clear()
+        self._pins_may_be_missing = True
 
     def _read_index(self) -> list[StoredPolicy]:
         """This run's entries, in order; of a policy that was stored again, more than one. The last line may be torn:
@@ -223,6 +228,8 @@ class PolicyFiles:
 
     def _sweep(self) -> None:
         """Nobody is served what has expired; the file of one such policy stays for the next to be written over."""
+        if self._pins_may_be_missing:
+            return
         for entry in expired(list(self._stored.values()), self._pins, self._max_staleness):
             del self._stored[entry.policy]
             with suppress(FileNotFoundError):

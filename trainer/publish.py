@@ -114,7 +114,8 @@ class Publisher:
         raise LinkTimeout(f"waited {upload_limit_s(upload.size):.0f} s for {awaiting}")
 
     def _is_new_store(self) -> bool:
-        """One that was started again has forgotten the pins: it hears them before an upload makes it sweep."""
+        """One that was started again has forgotten the pins. It hears them now, and lets nothing go before it has had a
+        file and, after the pins, another."""
         if self._store.sessions == self._sessions:
             return False
         self._sessions = self._store.sessions

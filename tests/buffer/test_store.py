@@ -190,8 +190,9 @@ def test_none_of_several_pins_is_lost_while_they_are_told_again_one_by_one(tmp_p
     files.forget_pins()
     for version in (1, 2):
         files.pin(policy(version), True)
-    files.add(upload(policy(6), b"x"), memoryview(b"x"))
-    assert [files.get(policy(version)) is not None for version in range(7)] == [v in (1, 2, 5, 6) for v in range(7)]
+    for version in (6, 7):
+        files.add(upload(policy(version), b"x"), memoryview(b"x"))
+    assert [files.get(policy(version)) is not None for version in range(8)] == [v in (1, 2, 6, 7) for v in range(8)]
 
 
 def test_what_only_a_trainer_that_is_gone_has_pinned_is_let_go(tmp_path: Path) -> None:
@@ -200,6 +201,7 @@ def test_what_only_a_trainer_that_is_gone_has_pinned_is_let_go(tmp_path: Path) -
     for version in range(3):
         files.add(upload(policy(version), b"x"), memoryview(b"x"))
     files.forget_pins()
-    assert files.get(policy(0)) is not None  # the next trainer may pin it too
     files.add(upload(policy(3), b"x"), memoryview(b"x"))
+    assert files.get(policy(0)) is not None  # the trainer may pin it too, and the link have sent this before
+    files.add(upload(policy(4), b"x"), memoryview(b"x"))
     assert files.get(policy(0)) is None

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -215,6 +215,52 @@ def test_a_store_that_dies_amid_an_upload_gets_the_whole_of_it_again(
     assert [path.suffix for path in found] == [".part"]
     assert house.file(1).read_bytes() == path.read_bytes()
     assert left(house.files) == [".jsonl", ".policy"]
+
+
+def while_no_store_is_there(house: House, says: Callable[[], object]) -> None:
+    """What the trainer says then is the first that the next store hears of it."""
+    house.kill()
+    saying = threading.Thread(target=says)
+    saying.start()
+    wait_for(lambda: bool(house._trainer._session.unacknowledged), "the trainer to have spoken")
+    house.open(keep=True)
+    saying.join(PATIENCE_S)
+
+
+def with_one_pinned(house: House, folder: Path, pinned: int) -> Publisher:
+    """Of the versions 0 to 4, of which the bound of 1 alone keeps 2 to 4."""
+    made = publisher(house)
+    for version in range(5):
+        made.store(policy(version), adapter(folder, version))
+        if version == pinned:
+            made.pin(policy(version), True)
+    made._store.flush(PATIENCE_S)
+    return made
+
+
+def kept(house: House) -> set[int]:
+    return {identity.version for identity in house.store._files.sizes}
+
+
+def test_an_upload_that_the_next_store_has_before_the_pins_costs_nobody_a_pinned_policy(
+    house: House, tmp_path: Path
+) -> None:
+    trainer = with_one_pinned(house, tmp_path, 0)
+    assert kept(house) == {0, 2, 3, 4}
+    while_no_store_is_there(house, lambda: trainer.store(policy(5), adapter(tmp_path, 5)))
+    assert kept(house) == {0, 2, 3, 4, 5}
+    trainer.store(policy(6), adapter(tmp_path, 6))
+    assert kept(house) == {0, 4, 5, 6}
+
+
+def test_a_pin_that_ends_while_no_store_is_there_costs_nobody_another(house: House, tmp_path: Path) -> None:
+    trainer = with_one_pinned(house, tmp_path, 0)
+    trainer.pin(policy(2), True)
+    trainer._store.flush(PATIENCE_S)
+    while_no_store_is_there(house, lambda: trainer.pin(policy(2), False))
+    for version in (5, 6):
+        trainer.store(policy(version), adapter(tmp_path, version))
+    assert kept(house) == {0, 4, 5, 6}
 
 
 def test_a_trainer_that_dies_amid_an_upload_leaves_nothing_in_the_way_of_the_next(house: House, tmp_path: Path) -> None:
