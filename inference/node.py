@@ -50,7 +50,7 @@ from inference.departure import SETTLE_S, Departure
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
 from inference.gauges import NodeGauges
-from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
+from inference.policies import END_S, PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.proof import Prover, logprob_bound
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
@@ -377,7 +377,7 @@ def body(context: PoolContext) -> None:
         try:
             Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()
         finally:
-            puller.close()
+            puller.close(min(END_S, config.launch.grace / 4))  # so that there is time left to take its files away
             store.close()
             buffer.close()
     finally:

@@ -36,6 +36,7 @@ CHUNK_BYTES = 1 << 20
 CHUNKS_AHEAD = 4  # outstanding requests: enough to keep a link busy, little enough to abandon
 CHUNK_TIMEOUT_S = 30.0
 IDLE_S = 0.2
+END_S = 2.5  # for the thread, at the end
 RETRY_S = 1.0  # before what did not come is asked for again
 LONGEST_RETRY_S = 30.0  # the pause doubles with every fault of the disk, up to this
 TRIES = 5  # of the newest policy: what is damaged stays so; faults of this disk do not count, it may be emptied
@@ -123,10 +124,12 @@ class PolicyPuller:
             self._left.put(fetched._replace(content=None))
         return wanted
 
-    def close(self) -> None:
+    def close(self, within_s: float = END_S) -> None:
+        """Begin nothing more. A thread that has the engine read a whole model is left at it after `within_s`: it ends
+        with the process, and the files may be taken away meanwhile."""
         self._closing.set()
         self._closed.set()
-        self._thread.join(timeout=CHUNK_TIMEOUT_S)
+        self._thread.join(within_s)
 
     def _run(self) -> None:
         try:
@@ -233,6 +236,7 @@ class PolicyPuller:
                 path = self._pull_way(policy, path)
             else:
                 self._pull(policy, path)
+            self._check_open(f"policy {policy.short()} was read")
             content = self._content(policy, path)
         except (AsyncRLError, OSError) as error:  # OSError: the disk is full
             discard(path)
@@ -281,6 +285,7 @@ class PolicyPuller:
     def _pull(self, policy: PolicyId, path: Path, expected: RouteFile | None = None) -> None:
         """Chunks in order, a few requests ahead; the first answer says how large the file is. A chunk is hashed while
         it is written, as both take about as long (a pull of 160 MB: 0.26 s, 0.23 s so; of 4 at once: 1.8 s, 1.4 s)."""
+        self._check_open(f"policy {policy.short()} came")
         asked, received, size, sha256 = 0, 0, CHUNK_BYTES, ""
         if expected is not None:
             size, sha256 = expected.size, expected.sha256
@@ -322,7 +327,8 @@ class PolicyPuller:
 
     def _receive(self, deadline: float, awaiting: str) -> Received:
         """In slices, so that a node which is to end need not wait for a store that does not answer."""
-        while not self._closed.is_set():
+        while True:
+            self._check_open(f"{awaiting} came")
             try:
                 return self._link.receive(IDLE_S, awaiting)
             except LinkTimeout as timeout:
@@ -331,7 +337,11 @@ class PolicyPuller:
                         f"{self._link.name} waited {CHUNK_TIMEOUT_S:g} s for {awaiting} from {self._link.peer} at "
                         f"{self._link.endpoint}"
                     ) from timeout
-        raise AsyncRLError(f"the node ends before {awaiting} came")
+
+    def _check_open(self, what: str) -> None:
+        """Before anything that takes long, or makes a file where the node takes its folder away."""
+        if self._closed.is_set():
+            raise AsyncRLError(f"the node ends before {what}")
 
 
 def discard(path: Path) -> None:

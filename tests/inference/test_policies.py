@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 from store_house import House, data_of, policy, upload_of, wait_for
 
+from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkRefused
 from async_rl.wire.messages import Pull, Stop
 from inference import policies
+from inference.engine import PolicyContent
 from inference.policies import CHUNK_BYTES, PolicyFetchFailed
 
 PATIENCE_S = 20.0
@@ -332,6 +335,49 @@ def test_a_puller_that_is_closed_says_nothing_more_and_does_so_at_once(house: Ho
     assert time.monotonic() - started < 5.0
     house.upload(2, data_of(2))
     assert node.inbox.empty()
+
+
+def test_a_puller_that_has_the_engine_read_a_large_policy_holds_up_the_end_no_longer_than_it_may(house: House) -> None:
+    """A node that is killed, as its grace is over, leaves a folder as large as the model."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def read(policy: PolicyId, path: Path) -> PolicyContent:
+        reading.set()
+        go_on.wait(PATIENCE_S)
+        return PolicyContent()
+
+    node = house.node(read=read)
+    house.upload(1, data_of(1))
+    assert reading.wait(PATIENCE_S)
+    started = time.monotonic()
+    node.puller.close(0.2)
+    assert time.monotonic() - started < 2.0
+    shutil.rmtree(house.scratch)
+    go_on.set()
+    node.puller._thread.join(PATIENCE_S)
+    assert not node.puller._thread.is_alive()
+    assert not house.scratch.exists()
+
+
+def test_a_puller_that_is_closed_neither_has_a_policy_read_nor_begins_another_file(house: House) -> None:
+    read: list[PolicyId] = []
+
+    def note(policy: PolicyId, path: Path) -> PolicyContent:
+        read.append(policy)
+        return PolicyContent()
+
+    def close(pull: Pull) -> None:
+        node.puller._closing.set()
+        node.puller._closed.set()
+
+    node = house.node(read=note)
+    house.store.before_pull = close
+    house.upload(1, data_of(1))
+    node.puller._thread.join(PATIENCE_S)
+    assert not node.puller._thread.is_alive()
+    with pytest.raises(AsyncRLError, match="the node ends before"):
+        node.puller._pull(policy(1), house.scratch / "late")
+    assert read == list(house.scratch.iterdir()) == []
 
 
 def test_a_puller_that_hears_of_the_runs_end_completes_what_it_has_begun_and_ends(house: House) -> None:
