@@ -65,8 +65,9 @@ class Backend(Protocol):
 
     def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
         """One optimiser step on a whole batch, whatever micro-batches it takes, at this learning rate (or update
-        ratio). Raises FloatingPointError when the loss or the gradient is not finite; the weights are then
-        unchanged."""
+        ratio). Raises FloatingPointError when the loss, the gradient or the divergence that step control predicts is
+        not finite; the weights are then unchanged. Raises it too when step control finds that the divergence of the
+        step it has taken is not finite: the weights have moved then, but for several updates a batch, which go back."""
 
     def observe(self, divergence: float) -> None:
         """A node's divergence from the trainer (mean k3 of a flip probe, nats a token), for step control."""

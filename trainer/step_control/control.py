@@ -68,7 +68,7 @@ class StepControl:
 
         Raises FloatingPointError when the divergence cannot be predicted; weights, optimiser and control are then, or
         when anything else is raised before the step is taken, as before. Raises it too when what the step has become is
-        not finite: then the weights have moved."""
+        not finite: then the weights have moved, and control has gone on with them."""
         state, config = self._state, self._config
         mismatch = smoothed(state.mismatch, fmean(state.observed)) if state.observed else state.mismatch
         budget = left_of(budget_at(state.steps, self._run_steps, config.budget, config.final_budget), mismatch)
@@ -91,6 +91,7 @@ class StepControl:
         # From here on there is nothing to go back to: a kind whose own weights move would have to copy all of them.
         del restore
         learnable.take(proposal, scale)
+        self._state = ControlState(state.steps + 1, mismatch, noise=state.noise)
         realised = probe.realised(before, in_float32(probe.outputs) if learnable.rounds else probe.outputs())
         if not math.isfinite(realised):
             raise FloatingPointError(
@@ -99,7 +100,7 @@ class StepControl:
             )
         applied = predicted * scale * scale
         seen = averaged(state.noise, noise_of(applied, realised, scale * rate)) if learnable.rounds else None
-        self._state = ControlState(state.steps + 1, mismatch, noise=seen)
+        self._state = msgspec.structs.replace(self._state, noise=seen)
         metrics = {
             "predicted_kl": predicted,
             "applied_kl": applied,

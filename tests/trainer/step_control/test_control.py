@@ -206,13 +206,19 @@ def test_a_step_that_cannot_be_predicted_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_ruins_the_policy_says_that_it_was_taken(
+def test_a_step_that_ruins_the_policy_says_that_it_was_taken_and_is_counted(
     path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = make(path, kind, {})
+    assert backend.control is not None
+    backend.observe(1e-5)
     monkeypatch.setattr(Probe, "realised", lambda *_: math.nan)
     with pytest.raises(FloatingPointError, match=r"after 0 optimiser steps: the next was taken"):
         backend.step(batch(), 1e-2)
+    state = backend.control.state()
+    assert state["steps"] == backend.learnable.steps == 1
+    assert not state["observed"]
+    assert state["mismatch"] > 0
 
 
 def test_a_controlled_step_copies_no_weights(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
