@@ -103,6 +103,7 @@ class Node:
         self._life = secrets.token_hex(8)
         self._sessions = 0
         self._over: Stop | None = None
+        self._late: PolicyId | None = None  # the last policy of which the buffer heard that it did not come
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -205,13 +206,16 @@ class Node:
                 self._collect(self._book.scored(item.key, item.reward, item.components, item.seconds, item.error))
             case PolicyFetched():
                 self._serving.fetched(item, time.monotonic())
-            case PolicyFetchFailed(policy, error, again=True):
-                log.warning("policy %s did not come, and is asked for again: %s", policy.short(), error)
-            case PolicyFetchFailed(policy, error):
-                log.warning("policy %s did not come: %s", policy.short(), error)
-                self._gauges.failed()
-                self._buffer.send(NodeTrouble(policy, words(error)))
-                self._serving.fetch_failed(policy, error)
+            case PolicyFetchFailed(policy, error, again):
+                log.warning(
+                    "policy %s did not come%s: %s", policy.short(), ", and is asked for again" if again else "", error
+                )
+                if policy != self._late:  # once, however often it is tried
+                    self._late = policy
+                    self._gauges.failed()
+                    self._buffer.send(NodeTrouble(policy, words(error)))
+                if not again:
+                    self._serving.fetch_failed(policy, error)
             case LinkError():
                 if self._over is None:  # after the end a closed link is no news
                     raise item
