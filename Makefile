@@ -23,7 +23,7 @@ run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults and not sample" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-sample: setup
 	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)

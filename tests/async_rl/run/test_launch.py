@@ -54,12 +54,21 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return logs
 
 
+EARLIER: list[psutil.Process] = []
+
+
+@pytest.fixture(autouse=True)
+def _earlier_children() -> None:
+    EARLIER[:] = psutil.Process().children(recursive=True)
+
+
 def fake(name: str, *arguments: str, ends_run: bool = False, called: str = "", expendable: bool = False) -> ProcessSpec:
     return ProcessSpec(called or name, f"fakepools.{name}", arguments, ends_run, expendable=expendable)
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """That a test here has started: others may have left what multiprocessing keeps."""
+    return [child for child in psutil.Process().children(recursive=True) if child not in EARLIER]
 
 
 def wait_for(condition, timeout: float = 10.0) -> None:  # type: ignore[no-untyped-def]
