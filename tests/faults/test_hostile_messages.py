@@ -78,21 +78,29 @@ def stranger(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
         yield dealer
 
 
-def flood(endpoint: str, messages: Iterator[list[bytes]], count: int) -> None:
-    with stranger(endpoint) as dealer:
+def flood(attacked: Attacked, messages: Iterator[list[bytes]], count: int) -> float:
+    """Send so many, and stay until all are counted: who leaves with answers unread resets the connection, and what the
+    service has not read of it by then is gone. Returns what the count should be."""
+    due = sum(attacked.counted(REFUSED).values()) + count
+    with stranger(attacked.endpoint) as dealer:
         for _ in range(count):
             dealer.send_multipart(next(messages))
-            while dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                dealer.recv_multipart()
+            hear(dealer)
+        wait_for(lambda: hear(dealer) or sum(attacked.counted(REFUSED).values()) >= due, "every message to be counted")
+    return due
+
+
+def hear(dealer: zmq.Socket[bytes]) -> None:
+    """All answers that are there."""
+    while dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        dealer.recv_multipart()
 
 
 def strangers_cost_a_count_each(attacked: Attacked, names: list[str], trace: Path, count: int, seed: int) -> None:
     messages = strangers(attacked.service.directory.run_id, names, trace, random.Random(seed))
-    flood(attacked.endpoint, messages, 500)  # memory that is touched once is not growth
-    before, rss = attacked.counted(REFUSED), attacked.rss
-    flood(attacked.endpoint, messages, count)
-    due = sum(before.values()) + count
-    wait_for(lambda: sum(attacked.counted(REFUSED).values()) >= due, "every message to be counted")
+    flood(attacked, messages, 500)  # memory that is touched once is not growth
+    rss = attacked.rss
+    due = flood(attacked, messages, count)
     after = attacked.counted(REFUSED)
     assert sum(after.values()) == due, after
     assert {"undecodable", "unknown_peer", "wrong_token", "wrong_run", "wrong_schema"} <= after.keys()
