@@ -11,8 +11,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Processes that run tests side by side: whole runs mostly wait, so a second one is worth its core.
-WORKERS ?= 2
 
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
@@ -23,7 +21,7 @@ run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults and not sample" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample" $(ARGS)
 
 test-sample: setup
 	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)
