@@ -98,7 +98,9 @@ def test_saved_activations_count_shared_memory_once_and_parameters_not() -> None
                                      {"kind": "sketch"}, {"kind": "sketch", "controlled": True}])  # fmt: skip
 def test_an_arm_trains_and_says_what_it_cost(changes: dict[str, Any]) -> None:
     measures = measured_apart(functools.partial(work, job(**changes, measures=("time", "memory"))), 120, changes)
-    assert all(value > 0 for value in measures.values())
+    nothing = {name for name, value in measures.items() if not value > 0}
+    assert nothing <= {"peak_mib"}  # so small a model may fit into pages that the process has already
+    assert measures["peak_mib"] >= 0
     assert measures["weights_mib"] * MIB >= weight_bytes(SHAPES["tiny"], changes.get("dtype", "float32"))
     assert measures["tokens_per_s"] == pytest.approx(4 * 16 / measures["wall_s"])
 
