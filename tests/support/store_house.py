@@ -74,6 +74,7 @@ class House:
         self._trainer = self.link("trainer", "trainer")
 
     def open(self, keep: bool = False) -> None:
+        self._killed = False
         self.stopping = StopEvent()
         self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
         files = PolicyFiles(self.files, RUN, self.max_staleness, keep)
@@ -86,6 +87,8 @@ class House:
         try:
             self.store.serve()
         finally:
+            if self._killed:
+                self.server._peers.clear()  # here, where none can introduce itself again in between
             self.server.close()
 
     def link(self, role: Any, name: str) -> Client:
@@ -131,7 +134,7 @@ class House:
 
     def kill(self) -> None:
         """As `kill -9`, with nothing lost that was acknowledged: no goodbye."""
-        self.server._peers.clear()
+        self._killed = True
         self.stop()
 
     def stop(self) -> None:
