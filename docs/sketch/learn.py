@@ -81,7 +81,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seed", type=int, action="append", help="only this one; may be given several times")
     parser.add_argument("--only", action="append", default=[], help="an arm's name; may be given several times")
     options = parser.parse_args()
     wanted = [cell for cell in cells(options.seeds) if not options.only or cell.correction in options.only]

@@ -23,6 +23,7 @@ STEADY, STEADY_KEPT = "sketch, momentum 0.9, redrawn every 20 steps", "sketch, m
 PLAIN, PLAIN_KEPT = "sketch, redrawn every step", "sketch, never redrawn"
 WIDE = "sketch of rank 64, momentum 0.8, redrawn every 10 steps"
 FAST = "ten times too fast"
+BUDGET = "trainer.step_control.budget"
 INK, LINES = "#1f2933", ("#52606d", "#0b69a3", "#c65d07", "#2f8132", "#8719e0", "#b3273e", "#0c7c72")
 
 INTRODUCTION = """\
@@ -143,7 +144,8 @@ def _noise(runs: Sequence[Run]) -> list[str]:
 
 def _control(runs: Sequence[Run]) -> list[str]:
     """What step control did to steps that were ten times too long."""
-    lines = ["**Step control**, with a budget of 5e-4 nats a token falling to a tenth. Means over the runs' steps:", ""]
+    budget = next(run["settings"][BUDGET] for run in runs if BUDGET in run["settings"])
+    lines = [f"**Step control**, with a budget of {budget:g} nats a token falling to a tenth. Means over all steps:", ""]
     for arm in dict.fromkeys(run["correction"] for run in runs if "step_scale" in run["metrics"]):
         of = [run["metrics"] for run in runs if run["correction"] == arm]
         scale, said, became = (fmean(each[key] for each in of) for key in ("step_scale", "applied_kl", "realised_kl"))

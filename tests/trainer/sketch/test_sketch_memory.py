@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from async_rl.config import TrainerConfig
 from trainer.activation_checkpointing import checkpoint_layers
+from trainer.bench_memory import saved_activations
 from trainer.sketch.weights import SketchWeights
 
 # Wide layers and few tokens: every weight is larger than any activation, and than a block of those that are applied.
@@ -93,19 +94,13 @@ def test_so_is_a_product_that_is_formed_whole() -> None:
 
 def kept_for_backward(model: Any, tokens: torch.Tensor) -> int:
     """Bytes that autograd keeps after a forward pass, parameters and what shares memory apart."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, int] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def forward() -> torch.Tensor:
         loss = some_loss(model, tokens)
-    assert loss.requires_grad
-    return sum(found.values())
+        assert loss.requires_grad
+        return loss
+
+    return saved_activations(model, forward)
 
 
 @pytest.mark.parametrize(

@@ -68,19 +68,9 @@ def looked_at() -> tuple[list[np.ndarray], list[np.ndarray]]:
     return [each.tokens for each in batch()], [np.flatnonzero(each.mask == 0) for each in batch()]
 
 
-def test_what_adamw_proposes_for_an_adapter_is_predicted(tmp_path: Path) -> None:
-    backend, proposal = proposed(tmp_path, "lora", "gpt_neox", "float64")
-    predicted = predict(backend.model, proposal)
-    before = logits_of(backend.model, *looked_at())
-    backend.learnable.take(proposal, 1.0)
-    assert predicted == pytest.approx(
-        divergence_of(before, logits_of(backend.model, *looked_at()), TEMPERATURE), rel=2e-4
-    )
-    assert predicted > 0
-
-
-def test_what_adamw_proposes_for_every_parameter_is_predicted(tmp_path: Path) -> None:
-    backend, proposal = proposed(tmp_path, "full", "gpt_neox", "float64")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_what_adamw_proposes_for_an_adapter_and_for_every_parameter_is_predicted(tmp_path: Path, kind: str) -> None:
+    backend, proposal = proposed(tmp_path, kind, "gpt_neox", "float64")
     predicted = predict(backend.model, proposal)
     before = logits_of(backend.model, *looked_at())
     backend.learnable.take(proposal, 1.0)
