@@ -145,7 +145,10 @@ def _noise(runs: Sequence[Run]) -> list[str]:
 def _control(runs: Sequence[Run]) -> list[str]:
     """What step control did to steps that were ten times too long."""
     budget = next(run["settings"][BUDGET] for run in runs if BUDGET in run["settings"])
-    lines = [f"**Step control**, with a budget of {budget:g} nats a token falling to a tenth. Means over all steps:", ""]
+    lines = [
+        f"**Step control**, with a budget of {budget:g} nats a token falling to a tenth. Means over all steps:",
+        "",
+    ]
     for arm in dict.fromkeys(run["correction"] for run in runs if "step_scale" in run["metrics"]):
         of = [run["metrics"] for run in runs if run["correction"] == arm]
         scale, said, became = (fmean(each[key] for each in of) for key in ("step_scale", "applied_kl", "realised_kl"))
