@@ -48,7 +48,8 @@ class BaseMoved(EngineError):
 class Capabilities(NamedTuple):
     """What an engine can do; a config that asks for more is refused before anything starts. `logprob_bound`: how far,
     in nats, its log-probabilities may be from those of another program with the same policy. `in_place`: there is one
-    copy of the weights, so a flip ends the policy that served; one installed policy may wait for its flip."""
+    copy of the weights, so a flip ends the policy that served; one installed policy may wait for its flip. `top_p`: it
+    can sample from the likeliest tokens alone."""
 
     name: str
     in_flight: frozenset[InFlight]
@@ -56,6 +57,7 @@ class Capabilities(NamedTuple):
     attests: Literal["span", "name"]
     logprob_bound: float
     in_place: bool = False
+    top_p: bool = False
 
 
 class Prefix(NamedTuple):
