@@ -1,0 +1,21 @@
+"""Options of every test run."""
+
+from __future__ import annotations
+
+import pytest
+
+MARKERS = {
+    "only(engine, ...)": "for these engines alone",
+    "needs(name, ...)": "for engines that declare this of themselves: top_p, seeds, process",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine", default="torch", choices=("torch", "vllm", "sglang"), help="the engine that tests/engines starts"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
