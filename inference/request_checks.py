@@ -30,9 +30,9 @@ def check_top_tokens(top: int, vocab: int) -> None:
         )
 
 
-def check_request(request: Request, vocab: int, max_context: int, top: int = 0) -> None:
-    """Prompt and sampling parameters that the torch engine can serve within `max_context` tokens, with the `top`
-    likeliest tokens at each."""
+def check_request(request: Request, vocab: int, max_context: int, top: int = 0, top_p: bool = False) -> None:
+    """Prompt and sampling parameters that an engine can serve within `max_context` tokens, with the `top` likeliest
+    tokens at each; `top_p`: it can sample from the likeliest alone."""
     prompt, sampling = request.prompt, request.sampling
     name = request_name(request)
     check_ids(f"the prompt of {name}", prompt, vocab)
@@ -48,8 +48,10 @@ def check_request(request: Request, vocab: int, max_context: int, top: int = 0) 
                 f'{top} needs: set [inference] handover = "discard" on every node'
             )
         _check_prefix(request, vocab, max_context)
-    if sampling.top_p != 1.0:
-        raise EngineError(f"{name}: top_p is {sampling.top_p}, but the torch engine samples with top_p = 1 only")
+    if sampling.top_p != 1.0 and not top_p:
+        raise EngineError(f"{name}: top_p is {sampling.top_p}, but this engine samples with top_p = 1 only")
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"{name}: top_p is {sampling.top_p}: above 0, and at most 1")
     if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature < math.inf:
         raise EngineError(f"{name}: temperature is {sampling.temperature}: 0 or at least {MIN_TEMPERATURE}")
     if sampling.max_new_tokens < 1:

@@ -92,6 +92,10 @@ class ModelRunner:
                 linear.load(slot, adapters.get(name))
         self.forward.changed(slot)
 
+    def changed(self) -> None:
+        """The model's own weights are others now (there is one policy slot)."""
+        self.forward.changed(0)
+
     @torch.inference_mode()
     def prefill(self, slot: int, sequences: Sequence[npt.NDArray[np.int32]], rows: IntArray, draws: Draws) -> Sampled:
         """For each of n rows: compute its sequence from position 0 under a policy slot, store the keys and values, and

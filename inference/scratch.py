@@ -24,10 +24,11 @@ ATTEMPTS = 10  # another process may take a new folder for a leftover, until it 
 
 
 class Scratch:
-    """Makes `path` (mode 0700), which is there until `remove`. Raises AsyncRLError when no folder can be made."""
+    """Makes `path` (mode 0700) in `root` (the system's temporary directory), which is there until `remove`. Raises
+    AsyncRLError when no folder can be made."""
 
-    def __init__(self) -> None:
-        root = Path(tempfile.gettempdir())
+    def __init__(self, root: Path | None = None) -> None:
+        root = Path(tempfile.gettempdir()) if root is None else root
         remove_leftovers(root)
         self.path, self._held = _make(root)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from async_rl.errors import AsyncRLError
 from async_rl.policy.factors import Factors
@@ -36,10 +37,22 @@ from async_rl.version import PolicyId
 from inference.engine import BaseMoved, EngineError, InFlight, PolicyContent
 from inference.model_loading import load_model
 from inference.model_weights import ModelWeights, model_weights
-from inference.runner import ModelRunner
 
 READERS = {"base": read_base, "snapshot": read_snapshot, "factors": read_update}
 ONLY_SLOT = 0
+
+
+class WeightHolder(Protocol):
+    """Whose weights these are: `model` computes in `dtype` with them, or is the master of those that do."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def changed(self) -> None:
+        """The weights are another policy's now."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +70,16 @@ class Staged(NamedTuple):
 
 
 class WholeWeights:
-    """The weights of `runner`'s model, loaded from `path`, which the trainer keeps in `storage`. Implements
+    """The weights of `holder`'s model, loaded from `path`, which the trainer keeps in `storage`. Implements
     inference.policy_weights.PolicyWeights."""
 
     in_flight: frozenset[InFlight] = frozenset({"continue", "recompute"})
     in_place = True
 
-    def __init__(self, runner: ModelRunner, path: Path, storage: Storage) -> None:
-        self._runner, self._path, self._storage = runner, path, storage
-        self._engines = model_weights(runner.model)
-        self._kept = self._engines if runner.dtype == STORAGE[storage] else self._load()
+    def __init__(self, holder: WeightHolder, path: Path, storage: Storage) -> None:
+        self._holder, self._path, self._storage = holder, path, storage
+        self._engines = model_weights(holder.model)
+        self._kept = self._engines if holder.dtype == STORAGE[storage] else self._load()
         self._base_digest = ""
         self._digest = ""  # of what the weights are; empty while they are the checkpoint's
         self._serving: PolicyId | None = None
@@ -121,7 +134,7 @@ class WholeWeights:
             apply_update(on_device(update, self._device), self._names(update))
         if self._kept is not self._engines:  # [inference] dtype is another than [model] dtype
             _copy(self._kept.parameters, self._engines.parameters)
-        self._runner.forward.changed(ONLY_SLOT)
+        self._holder.changed()
         self._digest, self._serving, self._broken = policy.digest, policy, ""
 
     def evict(self, policy: PolicyId) -> None:

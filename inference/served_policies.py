@@ -1,0 +1,129 @@
+"""Policies for servers, as files in this machine's memory: folders of adapters, and checkpoints of whole models.
+
+A server loads by path, and may load again from there whenever it likes; so each policy has a folder of its own, which
+stays as it is while the policy is resident, and no path is ever used twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.pytorch_utils import Conv1D
+
+from async_rl.policy.adapter import AdapterError, canonical_config, read_adapter
+from async_rl.policy.update_file import STORAGE, Storage
+from async_rl.version import PolicyId
+from inference.adapter_match import match_adapter
+from inference.adapter_slots import Adapter
+from inference.engine import EngineError
+from inference.model_loading import load_model
+from inference.scratch import Scratch
+
+MEMORY = Path("/dev/shm")  # a disk that is memory, on Linux
+
+
+def memory_scratch() -> Scratch:
+    """A folder in memory where the system has a place for that, else where other temporary files are."""
+    return Scratch(MEMORY if MEMORY.is_dir() else None)
+
+
+def linear_shapes(path: Path) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear module of the model at `path`, by name, without loading a weight."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"model at {path}: cannot be read: {error}") from error
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            shapes[name] = (module.out_features, module.in_features)
+        elif isinstance(module, Conv1D):
+            shapes[name] = (module.nf, module.nx)
+    return shapes
+
+
+def end_tokens_of(path: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of the generation config at `path`, else of the model's; empty if neither names one."""
+    sources: list[Any] = [AutoConfig.from_pretrained(path).get_text_config(decoder=True)]
+    if (path / "generation_config.json").is_file():
+        sources.insert(0, GenerationConfig.from_pretrained(path))
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+class AdapterFolders:
+    """Adapters that are, or may become, resident: each a folder in PEFT's layout, below `root`. Every tensor has to
+    find its module in `shapes` and every target its tensors, as servers pass over in silence what they do not know."""
+
+    def __init__(self, root: Path, shapes: Mapping[str, tuple[int, int]]) -> None:
+        self._root, self._shapes = root, shapes
+        self._folders: dict[PolicyId, Path] = {}
+        self._made = 0
+
+    def read(self, policy: PolicyId, path: Path) -> Adapter:
+        """See Engine.read."""
+        try:
+            return Adapter(*read_adapter(path, expected_digest=policy.digest))
+        except AdapterError as error:
+            raise EngineError(f"policy {policy.short()}: {error}") from error
+
+    def write(self, policy: PolicyId, content: Adapter) -> tuple[str, ...]:
+        """Check it and make its folder; the names of the modules that it matched. Raises EngineError."""
+        matched = tuple(match_adapter(content.tensors, content.config, self._shapes))
+        self._made += 1
+        folder = self._root / f"{policy.name}-{policy.short()}-{self._made}"
+        try:
+            folder.mkdir(mode=0o700)
+            save_file(content.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            config = json.loads(canonical_config(content.config)) | {"inference_mode": True, "lora_dropout": 0.0}
+            (folder / "adapter_config.json").write_text(json.dumps(config))
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineError(f"policy {policy.short()}: no room for it in {self._root} ({error.strerror})") from error
+        self._folders[policy] = folder
+        return matched
+
+    def folder(self, policy: PolicyId) -> Path:
+        return self._folders[policy]
+
+    def remove(self, policy: PolicyId) -> None:
+        shutil.rmtree(self._folders.pop(policy), ignore_errors=True)
+
+
+class MasterModel:
+    """The weights that policies change, in host memory and in the trainer's own dtype; `hand_over` is given each
+    changed state as a checkpoint, which is gone when it returns. Implements inference.whole_weights.WeightHolder."""
+
+    def __init__(self, path: Path, storage: Storage, root: Path, hand_over: Callable[[Path], None]) -> None:
+        self.model = load_model(path, torch.device("cpu"), storage)
+        self.dtype = STORAGE[storage]
+        self._path, self._root, self._hand_over = path, root, hand_over
+        self._made = 0
+
+    def changed(self) -> None:
+        """Raises EngineError."""
+        self._made += 1
+        folder = self._root / f"weights-{self._made}"
+        try:
+            folder.mkdir(mode=0o700)
+            self.model.save_pretrained(folder, max_shard_size="1TB")
+            for extra in self._path.glob("*.json"):  # the tokenizer's, and whatever a server looks for in a checkpoint
+                if not (folder / extra.name).exists() and "index" not in extra.name:
+                    shutil.copy(extra, folder)
+            self._hand_over(folder)
+        except OSError as error:
+            raise EngineError(f"no room for a checkpoint of the model in {self._root} ({error.strerror})") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
