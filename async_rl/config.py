@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,9 +20,12 @@ from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, under_pr
 from async_rl.buffer_config import BufferConfig as BufferConfig
 from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.credit_config import check_credit
-from async_rl.schema import REFUSED, Count, Fraction, NonNegative, PositiveFloat, PositiveInt
+from async_rl.inference_config import InferenceConfig as InferenceConfig
+from async_rl.inference_config import check_group, check_inference, node_groups
 from async_rl.schema import ConfigError as ConfigError
+from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import Section as Section
+from async_rl.schema import convert_section as convert_section
 from async_rl.trainer_config import TrainerConfig as TrainerConfig
 from async_rl.trainer_config import check_trainer
 from async_rl.trajectory import BYTES_PER_TOKEN
@@ -83,33 +86,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     tiny: TinyModelConfig | None = None
 
 
-class InferenceConfig(Section, frozen=True, kw_only=True):
-    engine: Literal["torch"] = "torch"
-    nodes: PositiveInt = 1
-    slots: PositiveInt = 64
-    in_flight: Literal["finish", "continue", "recompute"] = "finish"
-    handover: Literal["continue", "discard"] = "continue"
-    """What becomes of samples that a node has begun when it leaves: another goes on from their tokens, or they are
-    sampled anew."""
-    temperature: PositiveFloat = 1.0
-    max_new_tokens: PositiveInt = 64
-    max_context: PositiveInt = 512
-    """Prompt and answer together, in tokens: what a slot's KV cache holds."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: Literal["auto", "never", "always"] = "auto"
-    """Compile the torch engine's decode step, for models of Llama's family. auto: eager at first, and compiled (by a
-    process of its own, and kept in the cache) once the node has sampled for long enough to pay for that. always:
-    before the first step. Where it cannot be compiled, for want of a C++ compiler or so, it stays eager."""
-    max_resident: Annotated[int, Meta(ge=2)] = 3
-    flip_timeout: PositiveFloat = 60.0
-    """Seconds that a new policy waits for a slot before the oldest one's requests are recomputed under it."""
-    eval_share: Fraction = 0.5
-    score_timeout: PositiveFloat = 10.0
-    """Seconds that scoring one completion may take."""
-    max_tokens_per_second: NonNegative = 0.0
-    """A node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
-
-
 class LaunchConfig(Section, frozen=True, kw_only=True):
     kind: Literal["local"] = "local"
     grace: PositiveFloat = 10.0
@@ -148,13 +124,6 @@ def check_config(config: Config) -> None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     check_buffer(buffer)
     check_credit(config.algorithm, group_size=buffer.group_size, max_new_tokens=inference.max_new_tokens)
-    check_trainer(
-        config.trainer,
-        in_flight=inference.in_flight,
-        reference_kl=config.algorithm.reference_kl,
-        dtype=config.model.dtype,
-        deterministic=config.run.deterministic,
-    )
     updates = config.trainer.updates_per_batch
     check_algorithm(config.algorithm, updates_per_batch=updates)
     if updates > buffer.groups_per_step:
@@ -162,32 +131,52 @@ def check_config(config: Config) -> None:
             f"[trainer] updates_per_batch = {updates} takes whole groups for each update: it may be at most [buffer] "
             f"groups_per_step = {buffer.groups_per_step}"
         )
-    if config.run.eval_every and inference.in_flight == "finish" and inference.max_resident < 3:
-        raise ConfigError(
-            "[inference] max_resident must be at least 3 when evaluation is on (run.eval_every) and in_flight = "
-            '"finish": one slot serves, one loads, one is pinned by evaluation'
-        )
-    if inference.max_new_tokens >= inference.max_context:
-        raise ConfigError("[inference] max_new_tokens leaves no room for a prompt in max_context")
-    if config.algorithm.center_scores and inference.handover != "discard":
-        raise ConfigError(
-            f"[algorithm] center_scores = {config.algorithm.center_scores} needs the sampler's likeliest tokens at "
-            "every token, which are not handed over with samples that go on elsewhere: set [inference] handover = "
-            '"discard"'
-        )
-    if config.algorithm.center_scores and inference.compile == "always":
-        raise ConfigError(
-            f"[algorithm] center_scores = {config.algorithm.center_scores} needs more of a decode step than the "
-            'compiled one gives: set [inference] compile = "auto" or "never"'
-        )
-    if config.run.deterministic and (settings := lacking_for_determinism(config)):
-        raise ConfigError(f"run.deterministic = true needs other settings: add {' '.join(settings)}")
+    check_inference(inference, deterministic=config.run.deterministic)
+    for group in node_groups(inference):
+        try:
+            _check_nodes(msgspec.structs.replace(config, inference=group.inference))
+        except ConfigError as error:
+            raise ConfigError(f"group {group.name!r}: {error}" if group.name else str(error)) from error
     if buffer.capacity_bytes < batch_bytes(config):
         raise ConfigError(
             f"[buffer] capacity_bytes = {buffer.capacity_bytes} is below one batch of at most {batch_bytes(config)} "
             f"bytes{', with what it may use again' if buffer.reuse > 1 else ''}: raise it, or lower groups_per_step, "
             "group_size or inference.max_context"
         )
+
+
+def _check_nodes(config: Config) -> None:
+    """What one group's nodes cannot do; [inference] is theirs alone. Raises ConfigError."""
+    check_trainer(
+        config.trainer,
+        in_flight=config.inference.in_flight,
+        reference_kl=config.algorithm.reference_kl,
+        dtype=config.model.dtype,
+        deterministic=config.run.deterministic,
+    )
+    check_group(
+        config.inference,
+        one_copy=config.trainer.kind != "lora",
+        evaluates=config.run.eval_every > 0,
+        center_scores=config.algorithm.center_scores,
+        deterministic=config.run.deterministic,
+    )
+    if config.run.deterministic and (settings := lacking_for_determinism(config)):
+        raise ConfigError(f"run.deterministic = true needs other settings: add {' '.join(settings)}")
+
+
+def with_group(config: Config, name: str) -> Config:
+    """The config as a node of this group has it: as if all nodes were like it. Raises ConfigError for a group that
+    there is not, and without a name where the config has groups."""
+    groups = node_groups(config.inference)
+    for group in groups:
+        if group.name == name:
+            return msgspec.structs.replace(config, inference=group.inference)
+    if not config.inference.group:
+        raise ConfigError(f"--group {name}: this config has no [[inference.group]]: leave it out")
+    known = ", ".join(group.name for group in groups)
+    what = f"there is no [[inference.group]] of the name {name!r}" if name else "its nodes are of different groups"
+    raise ConfigError(f"{what}: choose one with --group NAME, of {known}")
 
 
 def lacking_for_determinism(config: Config) -> list[str]:
@@ -221,7 +210,8 @@ def group_bytes(config: Config) -> int:
     train spans at most max_staleness + 1 versions, and one more may come in while it waits."""
     runs = config.buffer.max_staleness + 2
     token = BYTES_PER_TOKEN + config.algorithm.center_scores * TOP_TOKEN_BYTES
-    attempt = config.inference.max_context * token + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
+    longest = max(group.inference.max_context for group in node_groups(config.inference))
+    attempt = longest * token + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
     return config.buffer.group_size * attempt
 
 
@@ -300,42 +290,10 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     table[parts[-1]] = value
 
 
-def convert_section(table: Any, kind: type[Any], where: str) -> Any:
-    """`table` as the struct `kind`, with unknown keys and wrong types turned into one ConfigError."""
-    _refuse_unknown_keys(table, kind, where, "")
-    try:
-        return msgspec.convert(table, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_readable(str(error))}") from error
-
-
-def _refuse_unknown_keys(table: Any, kind: type[Any], where: str, section: str) -> None:
-    """Walk table and struct together; the first unknown key ends it, with the nearest known one as advice."""
-    if not isinstance(table, Mapping):
-        return
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in table.items():
-        if (section, key) in REFUSED:
-            raise ConfigError(f"{where}: [{section}] {key} = {value!r} is refused: {REFUSED[section, key]}")
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            advice = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(fields)}"
-            place = f"[{section}]" if section else "the top level"
-            raise ConfigError(f"{where}: unknown key `{key}` in {place}: {advice}")
-        for candidate in (fields[key], *get_args(fields[key])):
-            if isinstance(candidate, type) and issubclass(candidate, Section):
-                _refuse_unknown_keys(value, candidate, where, f"{section}.{key}" if section else key)
-
-
-def _readable(message: str) -> str:
-    """msgspec's "Expected `int` >= 1 - at `$.run.steps`" with the path as people write it."""
-    return message.replace("at `$.", "at `").replace("`$`", "the top level")
-
-
 def config_table(config: Config) -> dict[str, Any]:
     """The config as plain TOML values, without what is unset: what a run directory's config.toml holds."""
     table = msgspec.to_builtins(config)
-    for section, key in (("model", "tiny"), ("trainer", "step_control")):
-        if table[section][key] is None:
+    for section, key in (("model", "tiny"), ("trainer", "step_control"), ("inference", "group")):
+        if not table[section][key]:
             del table[section][key]
     return dict(table)

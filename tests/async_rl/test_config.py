@@ -100,17 +100,8 @@ BROKEN = {
         "trainer": {"updates_per_batch": 5},
         "buffer": {"groups_per_step": 4},
     },
-    "max_resident must be at least 3": {"run": {"eval_every": 5}, "inference": {"max_resident": 2}},
-    "which are not handed over with samples that go on elsewhere": {"algorithm": CENTRED},
-    "center_scores = 32 needs more of a decode step": {
-        "algorithm": CENTRED,
-        "inference": {"handover": "discard", "compile": "always"},
-    },
-    "leaves no room for a prompt": {"inference": {"max_new_tokens": 64, "max_context": 64}},
-    "true needs other settings: add --set buffer.order=fifo --set inference.handover=discard --set inference.co": {
-        "run": {"deterministic": True},
-        "buffer": {"order": "windowed"},
-        "inference": {"compile": "always"},
+    "group 'long': [inference] max_new_tokens leaves no room": {
+        "inference": {"group": [{"name": "short"}, {"name": "long", "max_context": 64}]},
     },
     "is below one batch of at most 1466368 bytes": {"buffer": {"capacity_bytes": 1466367}},
 }
@@ -118,12 +109,7 @@ BROKEN = {
 WHOLE = [
     {"model": {"tiny": {}}},
     {"trainer": {"updates_per_batch": 4}, "buffer": {"groups_per_step": 4}},
-    {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},
-    {"run": {"eval_every": 5}, "inference": {"max_resident": 2, "in_flight": "continue"}},
-    {"inference": {"max_resident": 2}},
-    {"run": {"deterministic": True}, "inference": {"handover": "discard"}},
-    {"inference": {"max_new_tokens": 63, "max_context": 64}},
-    {"algorithm": CENTRED, "inference": {"handover": "discard"}},
+    {"inference": {"group": [{"name": "short"}, {"name": "long", "max_context": 65}]}},
     {"buffer": {"capacity_bytes": 1466368}},
 ]
 
