@@ -84,7 +84,7 @@ def test_what_is_reserved_for_a_group_is_for_the_longest_context_of_any() -> Non
         ({"name": "a", "slot": 3}, "test.toml: unknown key `slot` in [[inference.group]]: did you mean `slots`?"),
         ({"name": "a", "slots": 0}, "`inference.group[1].slots`"),
         ({"name": "a", "engine": "tgi"}, "`inference.group[1].engine`"),
-        ({"name": "a", "vllm": {"args": {}}}, "unknown key `args` in [inference.group.vllm]: did you mean `arguments`?"),
+        ({"name": "a", "vllm": {"args": {}}}, "unknown key `args` in [inference.group.vllm]: did you mean"),
         ({"slots": 3}, "required field `name` - at `inference.group[1]`"),
         ({"name": ""}, "`inference.group[1].name`"),
         ({"name": "a/b"}, "`inference.group[1].name`"),
