@@ -22,6 +22,12 @@ PROBE_SEQUENCES, PROBE_LENGTH = 8, 16
 MAX_PROBE_BYTES = 1 << 16
 LARGEST_BOUND = 0.5
 """In nats: an engine that declares a wider bound is held to this one."""
+WHAT_TO_CHECK = (
+    "check that node and trainer have the same weights, with the head tied or untied in both, in dtypes that fit the "
+    "bound ([model] dtype, [inference] dtype), and that the engine scales an adapter by alpha / rank; `async-rl doctor "
+    "CONFIG` compares base and adapter apart, and [inference] logprob_bound sets the bound"
+)
+"""By whoever finds two programs further apart than their bound."""
 CANARY_FLOOR = 2.0
 """In nats: the canary should move some token's log-probability so far from the base model's, so that a node which
 serves the base is beyond every bound."""
@@ -41,12 +47,20 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mismatch(NamedTuple):
-    """Between the trainer's log-probabilities and a node's: the largest difference in nats, and the mean of
+    """Between the trainer's log-probabilities and a node's: the largest difference in nats, the mean of
     k3 = exp(d) - 1 - d with d = trainer - node (http://joschu.net/blog/kl-approx.html; an estimate of a KL divergence
-    only for tokens that were sampled, and those of the probe were not)."""
+    only for tokens that were sampled, and those of the probe were not), and the mean of |d| in nats."""
 
     max_dlogp: float
     k3: float
+    mean_dlogp: float
+
+
+class Verdict(NamedTuple):
+    """`cause` is empty when a node passed; `mismatch` is what was measured, if anything could be."""
+
+    cause: str
+    mismatch: Mismatch | None
 
 
 def probe_tokens(seed: int, vocabulary: int) -> list[npt.NDArray[np.int32]]:
@@ -80,6 +94,37 @@ def mismatch(trainer: bytes, node: bytes) -> Mismatch | None:
         return None
     difference = np.frombuffer(trainer, "<f4").astype(np.float64) - np.frombuffer(node, "<f4").astype(np.float64)
     if not np.isfinite(difference).all():
-        return Mismatch(float("inf"), float("inf"))
-    clamped = np.clip(difference, -MOST_EXPONENT, MOST_EXPONENT)
-    return Mismatch(float(np.abs(difference).max()), float(np.mean(np.expm1(clamped) - clamped)))
+        return Mismatch(float("inf"), float("inf"), float("inf"))
+    clamped, far = np.clip(difference, -MOST_EXPONENT, MOST_EXPONENT), np.abs(difference)
+    return Mismatch(float(far.max()), float(np.mean(np.expm1(clamped) - clamped)), float(far.mean()))
+
+
+def compare(expected: Proof, shown: Proof, bound: float, base: bytes = b"") -> Verdict:
+    """What a node has `shown` of a policy with what the trainer has: whether they are within `bound` nats, and never
+    more than LARGEST_BOUND. `base`: what the base model does, to say so where it is that."""
+    if shown.probe != expected.probe:
+        return Verdict("it scored other tokens than the probe's", None)
+    if shown.modules != expected.modules:
+        return Verdict(
+            f"its engine matched another set of modules ({shown.module_count}) than the trainer adapts "
+            f"({expected.module_count})",
+            None,
+        )
+    measured = mismatch(expected.logprobs, shown.logprobs)
+    if measured is None:
+        return Verdict("it scored another number of tokens", None)
+    bound = min(bound, LARGEST_BOUND)
+    if measured.max_dlogp <= bound:
+        return Verdict("", measured)
+    like_base = mismatch(base, shown.logprobs)
+    served = ", and as the base model's do" if like_base is not None and like_base.max_dlogp <= bound else ""
+    return Verdict(
+        f"its log-probabilities on the probe differ from the trainer's by up to {measured.max_dlogp:.2g} (k3 "
+        f"{measured.k3:.2g}), its engine's bound is {bound:.2g}{served}",
+        measured,
+    )
+
+
+def within(max_dlogp: float, bound: float) -> str:
+    """For logs, of who passed."""
+    return f"log-probabilities differ from the trainer's by {max_dlogp:.2g} nats at most, within the bound of {bound:g}"

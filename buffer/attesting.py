@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from buffer.events import Effect, NodeAttested, NodeHeld, NodeRefused, QuarantineNode
+from buffer.events import Effect, NodeAttested, NodeHeld, NodePassed, NodeRefused, QuarantineNode
 from buffer.nodes import Node
 
 if TYPE_CHECKING:
@@ -22,14 +22,22 @@ def node_attested(replay: Replay, event: NodeAttested, now: float, effects: list
     if event.policy.digest not in replay.published.get(event.policy.version, ()):
         replay.outside_counts["unregistered_policy"] += 1
         return
-    _set_aside(replay, node, replay.quarantine.attested(node, event.policy, event.proof), effects)
+    before = node.first
+    cause = replay.quarantine.attested(node, event.policy, event.proof)
+    _set_aside(replay, node, cause, effects)
+    if not cause and before is None and node.first is not None:
+        effects.append(NodePassed(event.policy, node.first, node.view().bound))
     replay.evaluations.offer(node)
 
 
 def node_showed(replay: Replay, event: NodeHeld | NodeRefused, now: float, effects: list[Effect]) -> None:
     node = replay.known(event.node)
     if node is not None:
-        _set_aside(replay, node, replay.quarantine.showed(node, event), effects)
+        before = node.canary
+        cause = replay.quarantine.showed(node, event)
+        _set_aside(replay, node, cause, effects)
+        if not cause and node.canary is not before and node.canary is not None:
+            effects.append(NodePassed(event.policy, node.canary, node.view().bound))
 
 
 def _set_aside(replay: Replay, node: Node, cause: str, effects: list[Effect]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from async_rl.proof import Proof
 from async_rl.trajectory import Status as AttemptStatus
 from async_rl.version import PolicyId, VersionRun
-from async_rl.wire.messages import BatchGroup, Disposition, Lease, Progress, SamplingParams
+from async_rl.wire.messages import BatchGroup, Disposition, Lease, NodeMismatch, Progress, SamplingParams
 from buffer.rules import Rules
 
 
@@ -258,6 +258,15 @@ class QuarantineNode(Effect, frozen=True):
 
     node: str
     cause: str
+
+
+class NodePassed(Effect, frozen=True):
+    """The node's canary, or the first policy that it showed after that, was within its `bound`, in nats; to be logged,
+    and told to it."""
+
+    policy: PolicyId
+    measure: NodeMismatch
+    bound: float
 
 
 class EndRun(Effect, frozen=True):

@@ -22,8 +22,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from async_rl.proof import Mismatch
+from async_rl.proof import LARGEST_BOUND, Mismatch
 from async_rl.version import PolicyId
+from async_rl.wire.messages import NodeMismatch
 
 KEPT_GONE = 1024
 NodeState = Literal["joining", "syncing", "ready", "draining", "quarantined", "gone"]
@@ -41,15 +42,19 @@ class NodeView(NamedTuple):
     granted: int
     reason: str
     mismatch: Mismatch | None = None
+    bound: float = 0.0
+    canary: NodeMismatch | None = None
+    first: NodeMismatch | None = None
 
 
 class Node:
     """`passed` has the (version, digest) of what its engine held and it passed for, oldest first; `proved` says
-    whether it has shown its canary; `barred` is the place of the policy that it failed for (buffer.proofs: order)."""
+    whether it has shown its canary; `barred` is the place of the policy that it failed for (buffer.proofs: order).
+    `mismatch` is the last measure, `canary` and `first` are those of its canary and of the first policy after that."""
 
     __slots__ = (
-        "barred", "eval_open", "granted", "leased_samples", "leases", "life", "logprob_bound", "mismatch", "name",
-        "passed", "policy", "proved", "queued_under", "reason", "slots", "state", "wanted",
+        "barred", "canary", "eval_open", "first", "granted", "leased_samples", "leases", "life", "logprob_bound",
+        "mismatch", "name", "passed", "policy", "proved", "queued_under", "reason", "slots", "state", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +69,8 @@ class Node:
         self.passed: dict[tuple[int, str], None] = {}
         self.barred: int | None = None
         self.mismatch: Mismatch | None = None
+        self.canary: NodeMismatch | None = None
+        self.first: NodeMismatch | None = None
         self.policy: PolicyId | None = None
         self.wanted = 0
         self.granted = granted
@@ -83,7 +90,7 @@ class Node:
     def view(self) -> NodeView:
         return NodeView(
             self.name, self.state, self.slots, self.policy, self.leased_samples, self.wanted, self.granted, self.reason,
-            self.mismatch,
+            self.mismatch, min(self.logprob_bound, LARGEST_BOUND), self.canary, self.first,
         )  # fmt: skip
 
 

@@ -146,4 +146,7 @@ class Observed:
             reason=view.reason if view else "",
             max_dlogp=view.mismatch.max_dlogp if view and view.mismatch else None,
             k3=view.mismatch.k3 if view and view.mismatch else None,
+            bound=view.bound if view else None,
+            canary=view.canary if view else None,
+            first=view.first if view else None,
         )

@@ -8,18 +8,8 @@ policy that was registered without a proof asks for none (simulations, and the b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from async_rl.proof import CANARY, LARGEST_BOUND, Mismatch, Proof, mismatch
+from async_rl.proof import CANARY, Proof, Verdict, compare
 from async_rl.version import PolicyId
-
-
-class Verdict(NamedTuple):
-    """`cause` is empty when the node passed; `mismatch` is what was measured, if anything could be."""
-
-    cause: str
-    mismatch: Mismatch | None
-
 
 PASSED = Verdict("", None)
 
@@ -72,29 +62,7 @@ class Proofs:
             return Verdict("it is no policy whose proof is kept", None) if self._should_be_known(policy) else PASSED
         if shown is None:
             return Verdict("it does not show what it does on the probe", None)
-        if shown.probe != expected.probe:
-            return Verdict("it scored other tokens than the probe's", None)
-        if shown.modules != expected.modules:
-            return Verdict(
-                f"its engine matched another set of modules ({shown.module_count}) than the trainer adapts "
-                f"({expected.module_count})",
-                None,
-            )
-        return self._compare(expected, shown, min(bound, LARGEST_BOUND))
-
-    def _compare(self, expected: Proof, shown: Proof, bound: float) -> Verdict:
-        measured = mismatch(expected.logprobs, shown.logprobs)
-        if measured is None:
-            return Verdict("it scored another number of tokens", None)
-        if measured.max_dlogp <= bound:
-            return Verdict("", measured)
-        base = mismatch(self._base, shown.logprobs)
-        served = ", and as the base model's do" if base is not None and base.max_dlogp <= bound else ""
-        return Verdict(
-            f"its log-probabilities on the probe differ from the trainer's by up to {measured.max_dlogp:.2g} (k3 "
-            f"{measured.k3:.2g}), its engine's bound is {bound:.2g}{served}",
-            measured,
-        )
+        return compare(expected, shown, bound, self._base)
 
     def _should_be_known(self, policy: PolicyId) -> bool:
         return self.asks() if policy.name != CANARY else self.canary is not None

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from async_rl.proof import Proof
+from async_rl.proof import CANARY, WHAT_TO_CHECK, Proof, Verdict
 from async_rl.version import PolicyId
 from async_rl.wire.messages import NodeMismatch
 from buffer.events import NodeHeld, NodeRefused
 from buffer.nodes import Node, Nodes
-from buffer.proofs import Proofs, Verdict
+from buffer.proofs import Proofs
 
 KEPT = 256  # policies beyond the staleness bound for which proofs, and passes of each node, are remembered
 KEPT_MEASURES = 1024  # between two looks at the status
@@ -52,12 +52,16 @@ class Quarantine:
             node.proved = not cause
         return cause
 
-    def nobody_left(self, now: float, limit: float) -> str:
-        """Why the run cannot go on, once all of its nodes have been quarantined for `limit` seconds. O(nodes), if any
-        is."""
+    def nobody_left(self, now: float, limit: float, awaited: int | None) -> str:
+        """Why the run cannot go on, once all of its nodes have been quarantined for `limit` seconds; before its first
+        step at once, when these are as many as are `awaited`: nothing will be published that they could pass. None:
+        the first step is done. O(nodes), if any is quarantined."""
         barred = self._nodes.only_quarantined()
         if not barred:
             self._nobody_since = None
+        elif awaited is not None and len(barred) >= awaited:
+            causes = "; ".join(f"{node.name}: {node.reason}" for node in barred)
+            return f"no step was taken, as no node serves what the trainer has: {causes}; {WHAT_TO_CHECK}"
         elif self._nobody_since is None:
             self._nobody_since = now
         elif now - self._nobody_since >= limit:
@@ -69,7 +73,12 @@ class Quarantine:
         key = (policy.version, policy.digest)
         if verdict.mismatch is not None:
             node.mismatch = verdict.mismatch
-            self.measured.append(NodeMismatch(node.name, policy.version, *verdict.mismatch))
+            measure = NodeMismatch(node.name, policy.version, verdict.mismatch.max_dlogp, verdict.mismatch.k3)
+            if policy.name == CANARY:
+                node.canary = measure
+            elif node.first is None:
+                node.first = measure
+            self.measured.append(measure)
             self.measured_count += 1
         if not verdict.cause:
             node.passed[key] = None

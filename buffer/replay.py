@@ -349,8 +349,13 @@ class Replay:
     def _ticked(self, event: Ticked, now: float, effects: list[Effect]) -> None:
         for lease in self.leases.expired(now):
             self._cancel(lease, f"not delivered within {self.rules.lease_timeout:g} s", effects)
-        if nobody := self.quarantine.nobody_left(now, self.rules.quarantine_limit):
+        if nobody := self.quarantine.nobody_left(now, self.rules.quarantine_limit, self._awaited):
             self.end(nobody, effects)
+
+    @property
+    def _awaited(self) -> int | None:
+        """How many nodes are to be here before the first step; None after it."""
+        return self.rules.nodes if self.rules.nodes and not self.confirmed_batches else None
 
     # --- granting leases ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ class Rules(NamedTuple):
     is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped); `fresh` is
     `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). `instances` is how
     many the task has, where their history decides (buffer.instances), else 0. `one_copy`: a node has room for the
-    policy that it serves and for no other. Times are in seconds."""
+    policy that it serves and for no other. `nodes`: how many the run begins with, 0 when nobody knows. Times are in
+    seconds."""
 
     run_seed: int
     steps: int
@@ -54,6 +55,7 @@ class Rules(NamedTuple):
     adaptive_ess: float = 0.3
     adaptive_k3: float = 0.05
     one_copy: bool = False
+    nodes: int = 0
 
     @property
     def fresh_groups(self) -> int:
@@ -94,4 +96,5 @@ def rules_from_config(config: Config) -> Rules:
         adaptive_ess=buffer.adaptive_ess,
         adaptive_k3=buffer.adaptive_k3,
         one_copy=config.trainer.kind != "lora",
+        nodes=inference.nodes,
     )

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from async_rl.config import group_bytes
 from async_rl.errors import AsyncRLError
+from async_rl.proof import within
 from async_rl.run.dial import listen
 from async_rl.run.exporter import Reading
 from async_rl.run.killpoints import reached
@@ -25,6 +26,7 @@ from async_rl.wire.messages import (
     Batch,
     Cancel,
     Checkpointed,
+    Compared,
     Confirm,
     Confirmed,
     Drain,
@@ -281,6 +283,10 @@ class Service:
                 case events.QuarantineNode(node, cause):
                     log.error("node %s is quarantined: %s", node, cause)
                     self._send(node, Cancel((), f"{node} is quarantined: {cause}"))
+                case events.NodePassed(policy, measure, bound):
+                    far = measure.max_dlogp
+                    log.info("node %s, %s %s: %s", measure.node, policy.name, policy.short(), within(far, bound))
+                    self._send(measure.node, Compared(policy, far, bound))
                 case events.EndRun(error):
                     self._stop_everyone(error, error)
         for node, leases in grants.items():

@@ -15,11 +15,11 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from async_rl.fingerprint import fingerprint
+from async_rl.proof import within
 from async_rl.run.dial import dial_services
 from async_rl.run.exporter import Reading
 from async_rl.run.killpoints import reached
@@ -33,6 +33,7 @@ from async_rl.wire.link import Client, LinkError, Received
 from async_rl.wire.messages import (
     COALESCE_BYTES,
     Cancel,
+    Compared,
     Drain,
     Introduce,
     Lease,
@@ -56,6 +57,7 @@ from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
 from inference.scratch import Scratch
 from inference.serving import Serving
+from inference.tokenizer import load_tokenizer
 
 log = logging.getLogger("node")
 
@@ -198,6 +200,8 @@ class Node:
                 log.info("%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
                     self._on_cancel(lease_id)
+            case Received(message=Compared(policy, far, bound)):
+                log.info("%s %s: %s", policy.name, policy.short(), within(far, bound))
             case Received(message=Introduce(reason)):
                 self._introduce(reason)
             case Received(message=Stop()):
@@ -388,12 +392,6 @@ def body(context: PoolContext) -> None:
         scorer.close()
         engine.close()
         scratch.remove()
-
-
-def load_tokenizer(path: Path) -> object:
-    from transformers import AutoTokenizer  # here, since it takes a second to import
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 if __name__ == "__main__":

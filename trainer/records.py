@@ -217,6 +217,10 @@ def pools_record(status: Status, seen: Seen) -> Record:
                 "reason": node.reason,
                 "max_dlogp": node.max_dlogp,
                 "k3": node.k3,
+                "bound": node.bound,
+                "canary": node.canary and node.canary.max_dlogp,
+                "first": node.first and node.first.max_dlogp,
+                "first_version": node.first and node.first.version,
             }
             for node in status.nodes
         ],

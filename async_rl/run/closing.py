@@ -9,6 +9,7 @@ from typing import Any
 
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import duration
+from async_rl.run.parity import parity_text
 
 
 def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
@@ -78,6 +79,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("idle", f"inference {_number(idle['inference'], '.0%')}, trainer {_number(idle['trainer'], '.0%')}"),
         ("push", f"p50 {_number(push['p50'], '.0f')} ms, p99 {_number(push['p99'], '.0f')} ms{_push_bytes(summary)}"),
     ]
+    if words := parity_text(summary.get("parity")):
+        lines.append(("parity", f"{words}: largest |Δ log p| from the trainer"))
     if ledger:
         balance = "balances" if summary.get("ledger_balances") else "DOES NOT BALANCE"
         dropped = sum(ledger["dropped"].values())

@@ -41,7 +41,8 @@ class StatusError(AsyncRLError):
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """`behind` in versions; `busy` is the share of its time with work, `tokens_per_second` what it sampled over its
     time, both since it joined. `mismatch` is the largest difference of a log-probability from the trainer's when it
-    last showed a policy, in nats; `reason` why it is quarantined."""
+    last showed a policy, in nats, `canary` and `first` those under its canary and the first policy after that, `bound`
+    what they have to be within; `reason` why it is quarantined."""
 
     name: str
     state: str
@@ -54,6 +55,10 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     mismatch: float | None = None
     reason: str = ""
+    bound: float | None = None
+    canary: float | None = None
+    first: float | None = None
+    first_version: int | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,6 +237,10 @@ def _live_node(node: NodeStatus, newest: int | None) -> NodeState:
         tokens_per_second=node.sampled_tokens / node.alive_s if node.alive_s else 0.0,
         mismatch=node.max_dlogp,
         reason=node.reason,
+        bound=node.bound,
+        canary=node.canary and node.canary.max_dlogp,
+        first=node.first and node.first.max_dlogp,
+        first_version=node.first and node.first.version,
     )
 
 
@@ -327,6 +336,7 @@ def _recorded_node(node: Mapping[str, Any], newest: int) -> NodeState:
         tokens_per_second=float(node["sampled_tokens"]) / alive if alive else 0.0,
         mismatch=node.get("max_dlogp"),
         reason=node.get("reason", ""),
+        **{key: node.get(key) for key in ("bound", "canary", "first", "first_version")},
     )
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from async_rl.run.closing import summary_text
 from async_rl.run.display import duration, ledger_text
+from async_rl.run.parity import parity_text
 from async_rl.run.status import NodeState, RunState
 
 WIDTH = 10  # of the labels; summary_text has the same
@@ -28,6 +31,7 @@ def state_text(state: RunState) -> str:
             ("store", state.store),
             *nodes,
             *_set_aside(state.nodes),
+            ("parity", _parity(state.nodes)),
             ("ready", _ready(state.ready)),
             ("ledger", _ledger(state)),
             ("reused", _counts(state.reused)),
@@ -75,6 +79,12 @@ def _set_aside(nodes: Sequence[NodeState]) -> list[tuple[str, str]]:
     """Why each quarantined node is."""
     reasons = [f"{node.name}, {node.reason}" for node in nodes if node.reason]
     return [("set aside" if index == 0 else "", reason) for index, reason in enumerate(reasons)]
+
+
+def _parity(nodes: Sequence[NodeState]) -> str | None:
+    measured = [node for node in nodes if node.mismatch is not None]
+    words = parity_text({node.name: {**msgspec.structs.asdict(node), "last": node.mismatch} for node in measured})
+    return words and f"{words}: largest |Δ log p| from the trainer"
 
 
 def _heading(state: RunState) -> list[tuple[str, str | None]]:

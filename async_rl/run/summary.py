@@ -9,6 +9,7 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.run.lengths import added, length_bias, waste
 from async_rl.run.metrics import Record, evals_of, steps_of
+from async_rl.run.parity import parity_of
 from async_rl.wire.messages import NodeStatus, Status
 
 REWARD_STEPS = 15  # one step's reward is noisy; this many at each end make a stable comparison
@@ -68,6 +69,7 @@ def build_summary(
         },
         "idle_fraction": {"inference": _inference_idle(nodes), "trainer": _trainer_idle(steps)},
         "push_ms": {"p50": percentile(pushes, 50), "p99": percentile(pushes, 99)},
+        "parity": parity_of(records),
         "push_bytes": None,
         "push_bytes_full": None,
         "push_bytes_adapter": None,

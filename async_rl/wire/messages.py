@@ -6,7 +6,7 @@ new SCHEMA. Who sends what:
 
     node    -> buffer   NodeReady, NodeServing, NodeHolds, NodeTrouble, NodeWants, Results, NodeDraining,
                         GiveBack, HandOver
-    buffer  -> node     Leases, Cancel, Introduce, Drain, TakeOver, Stop
+    buffer  -> node     Leases, Cancel, Compared, Introduce, Drain, TakeOver, Stop
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, Checkpointed, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
     tool    -> buffer   StatusRequest, Drain     buffer -> tool      Status, DrainAnswer
@@ -163,6 +163,14 @@ class Leases(Message, frozen=True, array_like=True, tag=True):
 class Cancel(Message, frozen=True, array_like=True, tag=True):
     leases: tuple[int, ...]
     reason: str
+
+
+class Compared(Message, frozen=True, array_like=True, tag=True):
+    """A node's canary, or its first policy, was within its `bound`; both in nats."""
+
+    policy: PolicyId
+    max_dlogp: float
+    bound: float
 
 
 class Introduce(Message, frozen=True, array_like=True, tag=True):
@@ -358,7 +366,19 @@ class Final(Message, frozen=True, array_like=True, tag=True):
 # --- tools -----------------------------------------------------------------------------------------------------------
 
 
+class NodeMismatch(msgspec.Struct, frozen=True, array_like=True):
+    """How far a node's log-probabilities on the probe were from the trainer's under one policy (async_rl.proof)."""
+
+    node: str
+    version: int
+    max_dlogp: float
+    k3: float
+
+
 class NodeStatus(msgspec.Struct, frozen=True):
+    """`max_dlogp`, `k3`: of the last policy that it showed; `canary`, `first`: of its canary, and of the first after
+    that; `bound`: what they have to be within."""
+
     name: str
     state: str
     engine: str
@@ -373,15 +393,9 @@ class NodeStatus(msgspec.Struct, frozen=True):
     reason: str = ""
     max_dlogp: float | None = None
     k3: float | None = None
-
-
-class NodeMismatch(msgspec.Struct, frozen=True, array_like=True):
-    """How far a node's log-probabilities on the probe were from the trainer's under one policy (async_rl.proof)."""
-
-    node: str
-    version: int
-    max_dlogp: float
-    k3: float
+    bound: float | None = None
+    canary: NodeMismatch | None = None
+    first: NodeMismatch | None = None
 
 
 class Status(Message, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from buffer.events import (
     NodeAttested,
     NodeHeld,
     NodeJoined,
+    NodePassed,
     NodeRefused,
     PolicyRegistered,
     QuarantineNode,
@@ -189,6 +190,48 @@ def test_the_run_ends_naming_every_cause_when_no_node_may_work(tools: Any) -> No
         assert bool(errors) == ends
     assert "a: main 1-d1: its log-prob" in errors[0]
     assert "b: main 1-d1: its log-prob" in errors[0]
+
+
+def test_before_the_first_step_the_run_ends_at_once_when_all_its_nodes_were_refused(tools: Any) -> None:
+    run = Run(tools, quarantine_limit=1e9, nodes=2)
+    run.join("a", proof(0.0))
+    assert run.tools.errors(run.play.apply(Ticked())) == []  # the other is still on its way
+    run.join("b")
+    assert run.tools.errors(run.play.apply(Ticked())) == []
+    run.attest("b", 0, proof(0.2))
+    (error,) = run.tools.errors(run.play.apply(Ticked()))
+    assert error.startswith("no step was taken, as no node serves what the trainer has: a: canary 0-cccccccc: its log-")
+    for words in ("up to 2.5", "bound is 0.001, and as the base model's do", "b: main 0-d0: its log-", "up to 0.2"):
+        assert words in error
+    for advice in ("[inference] dtype", "tied or untied", "alpha / rank", "async-rl doctor CONFIG"):
+        assert advice in error
+
+
+def test_after_the_first_step_refused_nodes_have_the_limit_to_come_back(tools: Any) -> None:
+    run = Run(tools, quarantine_limit=5.0, nodes=1, steps=2, groups_per_step=1)
+    (lease, *_) = run.node("a", 2)
+    run.play.result(lease, 0, "a")
+    run.play.result(lease, 1, "a")
+    run.play.draw()
+    run.play.confirm()
+    run.publish()
+    run.attest("a", 2, proof(0.0))
+    assert run.tools.errors(run.play.apply(Ticked())) == []
+    run.play.now += 5.1
+    assert len(run.tools.errors(run.play.apply(Ticked()))) == 1
+
+
+def test_the_measures_of_canary_and_first_policy_are_kept_and_told_once(tools: Any) -> None:
+    run = Run(tools)
+    told = run.tools.of(NodePassed, run.join("a", proof(2.5 + 5e-4)) + run.attest("a", 0, proof(2e-4)))
+    assert [(each.policy.name, round(each.measure.max_dlogp, 5), each.bound) for each in told] == [
+        ("canary", 5e-4, BOUND), ("main", 2e-4, BOUND)
+    ]  # fmt: skip
+    run.publish()
+    assert run.tools.of(NodePassed, run.attest("a", 1)) == []
+    view = run.play.replay.nodes_view()["a"]
+    assert (view.canary, view.first) == (told[0].measure, told[1].measure)
+    assert view.bound == BOUND
 
 
 def test_a_node_that_joins_in_time_keeps_the_run_going(tools: Any) -> None:

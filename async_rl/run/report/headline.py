@@ -61,6 +61,7 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("Trainer", _per_second(rates.get("train")), _idle(idle.get("trainer")), "trainer"),
         Tile("Push, trainer to node", f"p50 {_ms(push.get('p50'))}", f"p99 {_ms(push.get('p99'))}"),
         _ess_tile(run),
+        _parity_tile(summary),
         _waste_tile(summary),
     ]
 
@@ -129,6 +130,18 @@ def _ess_tile(run: RunData) -> Tile:
     if not found:
         return Tile("Effective sample size", NONE)
     return Tile("Effective sample size", f"mean {sum(found) / len(found):.1%}", f"lowest {min(found):.1%}")
+
+
+def _parity_tile(summary: Mapping[str, Any]) -> Tile:
+    """How far the nodes were from the trainer on the same tokens when they began: the worst."""
+    nodes = (summary.get("parity") or {}).values()
+    began = [(each[key], each["bound"]) for each in nodes for key in ("canary", "first") if each[key] is not None]
+    if not began:
+        return Tile("Served against trained", NONE, "not measured")
+    far, bound = max(began)
+    mark = "bad" if any(each > limit for each, limit in began) else ""
+    note = f"largest |Δ log p| when a node began, of {len(nodes)}; bound {bound:g}"
+    return Tile("Served against trained", f"{far:.1e} nats", note, mark)
 
 
 def _waste_tile(summary: Mapping[str, Any]) -> Tile:

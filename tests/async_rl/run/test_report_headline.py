@@ -87,4 +87,15 @@ def test_there_are_figures_before_there_is_anything(tmp_path: Path) -> None:
     empty = read_run(make_directory(tmp_path / "run"))
     assert tile(empty, "Sampled reward").value == "– → –"
     assert tile(empty, "Ledger").note == "not recorded yet"
-    assert len(tiles(empty)) == 9
+    assert len(tiles(empty)) == 10
+    assert tile(empty, "Served against trained") == Tile("Served against trained", "–", "not measured")
+
+
+def test_a_node_that_began_beyond_its_bound_marks_the_tile_of_parity(run: RunData) -> None:
+    near = {"engine": "torch", "bound": 1e-3, "canary": 2e-6, "first": 1e-6, "first_version": 0, "last": 2e-6}
+    good = tile(replace(run, summary={**run.summary, "parity": {"a": near, "b": near}}), "Served against trained")
+    assert (good.value, good.mark) == ("2.0e-06 nats", "")
+    assert good.note == "largest |Δ log p| when a node began, of 2; bound 0.001"
+    far = {**near, "bound": 0.4, "canary": 0.5}
+    bad = tile(replace(run, summary={**run.summary, "parity": {"a": near, "b": far}}), "Served against trained")
+    assert (bad.value, bad.mark) == ("5.0e-01 nats", "bad")

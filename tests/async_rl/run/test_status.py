@@ -136,6 +136,7 @@ def test_json_is_the_same_state_whole(house: House, directory: Path, capsys: pyt
     assert shown["nodes"][0] | {"tokens_per_second": 0} == {
         "name": "fast", "state": "ready", "engine": "torch", "policy": V1.short(), "behind": 0, "leased": 2,
         "slots": 8, "busy": 0.75, "tokens_per_second": 0, "mismatch": None, "reason": "",
+        "bound": 0.0, "canary": None, "first": None, "first_version": None,
     }  # fmt: skip
     assert set(shown) == set(RunState.__struct_fields__)
 
