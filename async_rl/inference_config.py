@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from async_rl.proof import LARGEST_BOUND
 from async_rl.schema import ConfigError, Fraction, NonNegative, PositiveFloat, PositiveInt, Section, changed
 
 EngineName = Literal["torch", "vllm", "sglang"]
@@ -236,6 +237,11 @@ def check_group(
         )
     if inference.max_new_tokens >= inference.max_context:
         raise ConfigError("[inference] max_new_tokens leaves no room for a prompt in max_context")
+    if inference.logprob_bound > LARGEST_BOUND:
+        raise ConfigError(
+            f"[inference] logprob_bound = {inference.logprob_bound:g}: nothing wider than {LARGEST_BOUND:g} nats shows "
+            "that a node serves what was trained"
+        )
     if deterministic and inference.engine != "torch":
         raise ConfigError(
             f'[inference] engine = "{inference.engine}": run.deterministic = true needs steps of fixed shapes: set '

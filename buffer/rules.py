@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from async_rl.buffer_config import fresh_groups, lead
 from async_rl.config import Config, group_bytes
+from async_rl.inference_config import node_count
 from async_rl.tasks.registry import known_instances
 from async_rl.wire.messages import SamplingParams
 
@@ -96,5 +97,5 @@ def rules_from_config(config: Config) -> Rules:
         adaptive_ess=buffer.adaptive_ess,
         adaptive_k3=buffer.adaptive_k3,
         one_copy=config.trainer.kind != "lora",
-        nodes=inference.nodes,
+        nodes=node_count(inference),
     )

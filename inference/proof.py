@@ -20,8 +20,8 @@ when two programs compute them. Measured on random and small trained models: doc
 
 
 def logprob_bound(engine: Engine, config: Config) -> float:
-    """The engine's own, or that of the trainer's dtype where that is the coarser one."""
-    return max(engine.capabilities.logprob_bound, LOGPROB_BOUNDS[config.model.dtype])
+    """What the config sets; else the engine's own, or that of the trainer's dtype where that is the coarser one."""
+    return config.inference.logprob_bound or max(engine.capabilities.logprob_bound, LOGPROB_BOUNDS[config.model.dtype])
 
 
 class Prover:

@@ -120,6 +120,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "run": {"deterministic": True},
         "inference": {"handover": "discard", "group": [{"name": "a"}]},
     },
+    "nothing wider than 0.5 nats": {"inference": {"logprob_bound": 0.6}},
     "is that of 2 groups: one node has a server to itself": {
         "inference": {
             "engine": "sglang",
