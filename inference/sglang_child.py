@@ -1,0 +1,204 @@
+"""An SGLang server as a child of this process: its flags, how one knows that it lives, and that it ends with us.
+
+A server is three processes or more. They are one process group. Its first process is killed by the kernel when the
+thread that started it is gone (so also at a kill -9 of ours), and that takes its own children with it. Its temporary
+files lie in a folder of ours (inference.scratch), which the next one takes away if we could not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.engine import EngineError
+from inference.scratch import Scratch
+
+LAUNCH = (  # asks to be killed when its parent's thread ends (PR_SET_PDEATHSIG, kept by exec), then becomes the server
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+    "if os.getppid() != int(sys.argv[1]): sys.exit('the node has gone before its server began')\n"
+    "os.umask(0o077)\n"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
+)
+OURS = frozenset({"config", "model-path", "host", "port", "api-key", "admin-api-key"})
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_LORA_RANK = 64
+SPARE_CONTEXT = 8
+"""SGLang keeps a few tokens of its context length for itself, and cuts a request short without a word."""
+ORPHANS_S = 5.0  # how long the others may take to notice that the first process is gone
+TAIL_BYTES = 4096
+
+
+def default_flags(
+    *, slots: int, max_context: int, max_adapters: int, device: str, dtype: str, whole: bool, routes: bool
+) -> dict[str, Any]:
+    """The server's flags by name, without dashes: True is a flag without a value. `device` is cpu or cuda."""
+    flags: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "context-length": max_context + SPARE_CONTEXT,
+        "max-running-requests": slots,
+        "skip-tokenizer-init": True,  # token ids in, token ids out
+        "skip-server-warmup": True,
+        "incremental-streaming-output": True,  # else what is sent grows with the square of what is sampled
+        "stream-interval": 8,
+        "log-level": "warning",  # what it tells at the next level holds the key
+    }
+    if not whole:
+        # A batch with requests of the bare model takes one of these places for it.
+        flags |= {"enable-lora": True, "max-loras-per-batch": max_adapters + 1, "max-lora-rank": MAX_LORA_RANK}
+        flags["lora-target-modules"] = list(LORA_TARGETS)
+    if routes:
+        flags["enable-return-routed-experts"] = True
+    if device == "cpu":
+        flags |= {"attention-backend": "torch_native", "sampling-backend": "pytorch", "disable-cuda-graph": True}
+        flags |= {"max-total-tokens": (slots + 1) * (max_context + SPARE_CONTEXT)}
+        if not whole:
+            flags["lora-backend"] = "torch_native"
+    return flags
+
+
+def merge_flags(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """With those of the config instead, where it names any. Raises EngineError for one that is not the user's."""
+    given = {name.removeprefix("--").replace("_", "-"): value for name, value in arguments.items()}
+    if taken := sorted(OURS & given.keys()):
+        raise EngineError(f"[inference.sglang] arguments: {', '.join(taken)}: the node sets it by itself; leave it out")
+    return {**flags, **given}
+
+
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """["--name", value, …]; a list is several values, a table is JSON, False leaves a flag out."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is False:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, Mapping):
+            words.append(json.dumps(dict(value)))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            words += [str(one) for one in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+class Child:
+    """Starts a server on a free port of this machine's loopback interface; who wants to speak to it needs `key`. Its
+    output is added to `log` (mode 0600), or to a file that goes with it."""
+
+    def __init__(self, python: str, model_path: Path, flags: Mapping[str, Any], key: str, log: Path | None) -> None:
+        self._scratch = Scratch()
+        self.log = log or self._scratch.path / "server.log"
+        self.port = _free_port()
+        self._leftovers: set[str] = set()
+        try:
+            self._process = self._launch(python, model_path, flags, key)
+        except OSError as error:
+            self._scratch.remove()
+            raise EngineError(
+                f"[inference] engine_python: {python} cannot be started ({error.strerror}): name the interpreter whose "
+                f"environment has SGLang"
+            ) from error
+        self._started = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self) -> str | None:
+        """None while it runs, else how it ended."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"the SGLang server (pid {self.pid}) {how} after {time.monotonic() - self._started:.0f} s"
+
+    def log_tail(self) -> str:
+        """Where the log is, and the last line of it."""
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            if lines:
+                return f"{self.log} ends with: {lines[-1]}"
+        return f"{self.log} is empty"
+
+    async def close(self) -> None:
+        """Asks nothing of the server: a polite end takes it seven seconds and leaves more behind."""
+        self._leftovers |= _shared_files(self.pid)
+        self._process.kill()
+        deadline = time.monotonic() + ORPHANS_S
+        while _group_lives(self.pid) and time.monotonic() < deadline:
+            self._process.poll()
+            await asyncio.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for name in self._leftovers:
+            Path(name).unlink(missing_ok=True)
+        self._scratch.remove()
+
+    def _launch(self, python: str, model_path: Path, flags: Mapping[str, Any], key: str) -> subprocess.Popen[bytes]:
+        secret = self._scratch.path / "flags.yaml"  # a command line can be read by every user
+        secret.write_text(json.dumps({"api-key": key}))
+        own = {"config": secret, "model-path": model_path, "host": "127.0.0.1", "port": self.port}
+        words = ["-m", "sglang.launch_server", *command_line({**own, **flags})]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            return subprocess.Popen(
+                [python, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(python, str(flags.get("device"))),
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+
+    def _environment(self, python: str, device: str) -> dict[str, str]:
+        """Ours, without what names our own packages."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # as it would be without TMPDIR
+        kept.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        kept["PATH"] = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
+        kept |= {"TMPDIR": str(self._scratch.path), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for SPARE_CONTEXT
+        if device == "cpu":
+            kept["SGLANG_USE_CPU_ENGINE"] = "1"
+        return kept
+
+
+def _free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port: int = place.getsockname()[1]
+        return port
+
+
+def _shared_files(pid: int) -> set[str]:
+    """The server's files in shared memory, which it does not take away when it ends."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {words[5] for line in lines if len(words := line.split()) > 5 and words[5].startswith("/dev/shm/sglang_")}
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
