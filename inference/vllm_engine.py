@@ -1,8 +1,9 @@
 """vLLM as a Server: its AsyncLLM on the event loop of the node, its engine core in a process that ends with the node.
 
 Adapters have a number of their own that is never given twice, so that no request meets another's weights. The prefix
-cache is salted by the caller's key and by how often the weights were changed under it: what was computed before a change
-is never found after it. Versions of tokens are the engine's own spans: the label changes while no step is computed.
+cache is salted by the caller's key and by how often the weights were changed under it: what was computed before a
+change is never found after it. Versions of tokens are the engine's own spans: the label changes while no step is
+computed.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class VllmServer:
         self._room = 0 if whole else max_adapters + (in_flight == "continue")
         self._config = read_config(model_path)
         self._arguments = engine_arguments(
-            model_path, self._config, slots=slots, max_context=max_context, adapters=self._room, device=device, dtype=dtype,
-            arguments=arguments,
+            model_path, self._config, slots=slots, max_context=max_context, adapters=self._room, device=device,
+            dtype=dtype, arguments=arguments,
         )  # fmt: skip
         self._engine: Any = None
         self._vllm: Any = None
