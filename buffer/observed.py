@@ -143,6 +143,7 @@ class Observed:
             busy_s=wants.busy_s if wants else 0.0,
             alive_s=wants.alive_s if wants else 0.0,
             decode_steps=wants.decode_steps if wants else 0,
+            limit=wants.limit if wants else 0,
             reason=view.reason if view else "",
             max_dlogp=view.mismatch.max_dlogp if view and view.mismatch else None,
             k3=view.mismatch.k3 if view and view.mismatch else None,

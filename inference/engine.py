@@ -133,8 +133,17 @@ class Engine(Protocol):
         """Resident policies and how many requests (waiting pinned, or running) use each."""
 
     @property
+    def limit(self) -> int:
+        """How many requests it would have in flight by now: its slots, or fewer where it follows its own load
+        (inference.concurrency)."""
+
+    @property
     def free_slots(self) -> int:
         """How many more requests could start sampling now."""
+
+    def first_token(self, policy: PolicyId) -> float | None:
+        """When the first token was sampled under a policy that was resident then and still is, in seconds of the
+        monotonic clock; None when none was."""
 
     @property
     def active(self) -> int:

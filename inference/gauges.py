@@ -12,6 +12,7 @@ STEPS = Metric("counter", "async_rl_node_decode_steps_total", "Decode steps take
 BUSY = Metric("counter", "async_rl_node_busy_seconds_total", "Time with work.")
 SERVING = Metric("gauge", "async_rl_node_serving_version", "The policy version that new requests start under.")
 SLOTS = Metric("gauge", "async_rl_node_slots", "Slots by state.", "state")
+LIMIT = Metric("gauge", "async_rl_node_concurrency_limit", "Requests that the engine would have in flight by now.")
 RESIDENT = Metric("gauge", "async_rl_node_resident_policies", "Policies held, the serving one included.")
 FLIPS = Metric("counter", "async_rl_node_flips_total", "Times that the serving policy changed.")
 LOADING = Metric("histogram", "async_rl_node_policy_load_seconds", "From a policy's first chunk to its flip.")
@@ -47,6 +48,7 @@ class NodeGauges:
             BUSY: busy_s,
             SERVING: engine.serving.version if engine.serving else None,
             SLOTS: {"active": self._slots - free, "free": free},
+            LIMIT: engine.limit,
             RESIDENT: len(engine.resident),
             FLIPS: self._flips,
             LOADING: self._loading.read(),

@@ -90,8 +90,7 @@ class Node:
         )  # fmt: skip
         self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
         self._grace_s = context.config.launch.grace
-        # A few more samples than slots are asked for, so that a freed slot need not wait for a lease to arrive.
-        self._samples_ahead = config.slots + max(context.config.buffer.group_size, config.slots // 4)
+        self._group_size = context.config.buffer.group_size
         self._wanted = 0
         self._started = time.monotonic()
         self._reported = 0.0
@@ -320,15 +319,17 @@ class Node:
             self._buffer.send(Results(inline), blobs)
 
     def _send_wants(self) -> None:
-        """Ask for as many samples as would fill the slots and the lookahead; repeat the numbers now and then."""
+        """Ask for as many samples as the engine would have in flight, and for a few more, so that who comes next need
+        not wait for a lease; repeat the numbers now and then."""
         if self._engine.serving is None:
             return
-        now = time.monotonic()
-        wanted = self._book.closed_training_samples + self._samples_ahead
+        now, limit = time.monotonic(), self._engine.limit
+        wanted = self._book.closed_training_samples + limit + max(self._group_size, limit // 4)
         if wanted > self._wanted or now - self._reported > REPORT_S:
             self._wanted, self._reported = max(wanted, self._wanted), now
             alive_s = now - self._started
-            self._buffer.send(NodeWants(self._wanted, self._busy_s, alive_s, self._sampled_tokens, self._decode_steps))
+            numbers = (self._busy_s, alive_s, self._sampled_tokens, self._decode_steps, limit)
+            self._buffer.send(NodeWants(self._wanted, *numbers))
 
     def _report_trouble(self, policy: PolicyId, error: str) -> None:
         """The engine refused it; the buffer leases this node nothing until it serves a later one."""

@@ -29,6 +29,7 @@ from async_rl.policy.update_file import Storage
 from async_rl.trajectory import Finish
 from async_rl.version import PolicyId
 from inference.adapter_slots import Adapter
+from inference.concurrency import ConcurrencyLimit
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, PolicyContent, Prefix, Request
 from inference.request_checks import check_ids, check_request, request_name
 from inference.resident import ResidentPolicies
@@ -70,6 +71,10 @@ class ServedEngine:
         self._waiting: dict[Key, Attempt] = {}
         self._running: dict[Key, Attempt] = {}
         self._finished: list[Completion] = []
+        self._concurrency = ConcurrencyLimit(slots)
+        self._looked: Signals | None = None  # the signals that the limit has seen
+        self._ended = 0
+        self._first_token: dict[tuple[int, str], float] = {}  # by version and digest
         self._live = False  # whether new requests are calls of LIVE
         self._reload_label = ""
         self._scratch = memory_scratch()
@@ -108,11 +113,14 @@ class ServedEngine:
     @property
     def limit(self) -> int:
         """How many calls may run at once by now."""
-        return self._slots
+        return self._concurrency.limit
 
     @property
     def free_slots(self) -> int:
         return max(0, self.limit - len(self._running) - len(self._waiting))
+
+    def first_token(self, policy: PolicyId) -> float | None:
+        return self._first_token.get((policy.version, policy.digest))
 
     @property
     def active(self) -> int:
@@ -203,6 +211,7 @@ class ServedEngine:
     def evict(self, policy: PolicyId) -> None:
         self._resident.remove(policy)
         del self._matched[policy]
+        self._first_token.pop((policy.version, policy.digest), None)
         if self._whole is not None:
             self._whole.evict(policy)
             return
@@ -312,6 +321,7 @@ class ServedEngine:
 
     def step(self) -> list[Completion]:
         if self._calls.died is None:
+            self._look()
             self._send()
             self._take_news(STEP_S if self._running and not self._finished else 0.0)
             self._calls.check_stall(len(self._running))
@@ -325,6 +335,14 @@ class ServedEngine:
         self._scratch.remove()
         self._waiting.clear()
         self._running.clear()
+
+    def _look(self) -> None:
+        """What the server says of its load sets the gate, once for each time that it says so."""
+        signals = self._calls.signals
+        if signals is not None and signals is not self._looked:
+            self._looked = signals
+            counts = {"in_flight": len(self._running), "finished": self._ended}
+            self._concurrency.look(signals, **counts, now=time.monotonic())
 
     # --- calls of the server -----------------------------------------------------------------------------------------
 
@@ -361,10 +379,14 @@ class ServedEngine:
             self._finish(attempt, "abort")
             return
         attempt.take(news.what)
+        if news.what.tokens:
+            newest = attempt.runs[-1]
+            self._first_token.setdefault((newest.version, newest.digest), time.monotonic())
         if news.what.finish is not None:
             self._finish(attempt, news.what.finish)
 
     def _finish(self, attempt: Attempt, finish: Finish) -> None:
         del self._running[attempt.request.key]
+        self._ended += 1
         self._unbind(attempt)
         self._finished.append(attempt.completion(finish, time.monotonic()))

@@ -102,6 +102,7 @@ class TorchEngine:
 
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
         self._stamps = Stamps()
+        self._first_token: dict[PolicyId, float] = {}
 
         self._waiting: dict[tuple[int, int], _Attempt] = {}
         self._seat_of: dict[tuple[int, int], int] = {}
@@ -131,8 +132,15 @@ class TorchEngine:
         return self._resident.uses
 
     @property
+    def limit(self) -> int:
+        return self._slots
+
+    @property
     def free_slots(self) -> int:
         return max(0, self._slots - len(self._attempts) - len(self._waiting))
+
+    def first_token(self, policy: PolicyId) -> float | None:
+        return self._first_token.get(policy)
 
     @property
     def active(self) -> int:
@@ -197,6 +205,7 @@ class TorchEngine:
         self._resident.remove(policy)
         self._weights.evict(policy)
         del self._matched[policy]
+        self._first_token.pop(policy, None)
 
     def rebind(self, policy: PolicyId) -> int:
         self._resident.slot(policy)
@@ -405,6 +414,9 @@ class TorchEngine:
         """Write down what was sampled for rows `index`, and end the requests that are done."""
         rows = self._rows[index]
         ids, produced = sampled[0].astype(np.int64), rows["produced"] + 1
+        for policy in self._resident.uses.keys() - self._first_token.keys():  # seldom any
+            if (rows["policy"] == self._stamps.serial(policy)).any():
+                self._first_token[policy] = time.monotonic()
         self._seats.record(rows, sampled)
         self._rows["token"][index] = ids
         self._rows["length"][index] = rows["length"] + 1

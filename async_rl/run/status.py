@@ -42,7 +42,8 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """`behind` in versions; `busy` is the share of its time with work, `tokens_per_second` what it sampled over its
     time, both since it joined. `mismatch` is the largest difference of a log-probability from the trainer's when it
     last showed a policy, in nats, `canary` and `first` those under its canary and the first policy after that, `bound`
-    what they have to be within; `reason` why it is quarantined."""
+    what they have to be within; `reason` why it is quarantined; `limit` how many requests its engine would have in
+    flight by now, of its slots."""
 
     name: str
     state: str
@@ -59,6 +60,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     canary: float | None = None
     first: float | None = None
     first_version: int | None = None
+    limit: int | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +235,7 @@ def _live_node(node: NodeStatus, newest: int | None) -> NodeState:
         behind=newest - node.policy.version if node.policy and newest is not None else None,
         leased=node.leased_samples,
         slots=node.slots,
+        limit=node.limit or None,
         busy=node.busy_fraction,
         tokens_per_second=node.sampled_tokens / node.alive_s if node.alive_s else 0.0,
         mismatch=node.max_dlogp,
@@ -332,6 +335,7 @@ def _recorded_node(node: Mapping[str, Any], newest: int) -> NodeState:
         behind=None if version is None else newest - int(version),
         leased=node["leased"],
         slots=node["slots"],
+        limit=node.get("limit"),
         busy=float(node["busy_s"]) / alive if alive else 0.0,
         tokens_per_second=float(node["sampled_tokens"]) / alive if alive else 0.0,
         mismatch=node.get("max_dlogp"),

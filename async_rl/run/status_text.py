@@ -61,7 +61,8 @@ def node_rows(nodes: Sequence[NodeState]) -> list[str]:
     for node in nodes:
         behind = NONE if node.behind is None else str(node.behind)
         rate = f"{node.tokens_per_second:,.0f}"
-        counts = (behind, str(node.leased), str(node.slots), f"{node.busy:.0%}", rate)
+        slots = str(node.slots) if node.limit in (None, node.slots) else f"{node.limit}/{node.slots}"
+        counts = (behind, str(node.leased), slots, f"{node.busy:.0%}", rate)
         mismatch = (NONE if node.mismatch is None else f"{node.mismatch:.1e}",) if shows else ()
         rows.append((node.name, node.state, node.engine or NONE, node.policy or NONE, *counts, *mismatch))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

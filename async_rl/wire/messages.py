@@ -141,13 +141,15 @@ class NodeTrouble(Message, frozen=True, array_like=True, tag=True):
 class NodeWants(Message, frozen=True, array_like=True, tag=True):
     """How many samples this node has asked for since it joined, in total: a cumulative count cannot race with the
     grants under way. The rest are running totals for people, replaced by every later message: seconds in which it had
-    work and since it began, tokens sampled, decode steps taken (tokens over steps: how full the batch was)."""
+    work and since it began, tokens sampled, decode steps taken (tokens over steps: how full the batch was). `limit`:
+    how many requests its engine would have in flight by now, 0 for a node that does not say."""
 
     total_samples: Count
     busy_s: Seconds = 0.0
     alive_s: Seconds = 0.0
     sampled_tokens: Count = 0
     decode_steps: Count = 0
+    limit: Count = 0
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
@@ -377,7 +379,7 @@ class NodeMismatch(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeStatus(msgspec.Struct, frozen=True):
     """`max_dlogp`, `k3`: of the last policy that it showed; `canary`, `first`: of its canary, and of the first after
-    that; `bound`: what they have to be within."""
+    that; `bound`: what they have to be within. `limit`: how many requests its engine would have in flight by now."""
 
     name: str
     state: str
@@ -390,6 +392,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     busy_s: float = 0.0
     alive_s: float = 0.0
     decode_steps: int = 0
+    limit: int = 0
     reason: str = ""
     max_dlogp: float | None = None
     k3: float | None = None

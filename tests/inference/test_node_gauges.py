@@ -31,6 +31,7 @@ def test_a_nodes_numbers_are_those_of_its_engine_and_its_loop(qwen: Any, tmp_pat
     assert samples["async_rl_node_serving_version"] == 1
     assert samples['async_rl_node_slots{state="active"}'] == 3
     assert samples['async_rl_node_slots{state="free"}'] == 1
+    assert samples["async_rl_node_concurrency_limit"] == 4
     assert samples["async_rl_node_resident_policies"] == 2
     assert samples["async_rl_node_flips_total"] == samples["async_rl_node_policy_load_seconds_count"] == 2
     assert samples["async_rl_node_policy_load_seconds_sum"] == 1.8

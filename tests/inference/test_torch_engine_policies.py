@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -418,3 +420,28 @@ def test_an_unknown_policy_is_named_with_those_that_are_resident(qwen):
         engine.submit(qwen.request(0, policy=PolicyId("main", 5, "f" * 64)))
     assert "5-ffffffff" in str(error.value)
     assert engine.active == 0
+
+
+def test_it_says_when_the_first_token_was_sampled_under_a_policy_and_forgets_with_the_policy(qwen):
+    engine = qwen.engine(versions=(0, 1))
+    (old, _), (new, _) = qwen.policy(0), qwen.policy(1)
+    assert engine.first_token(old) is None
+    before = time.monotonic()
+    for sample in range(2):
+        engine.submit(qwen.request(sample, new=6))
+    engine.step()
+    first = engine.first_token(old)
+    assert before <= first <= time.monotonic()
+    engine.flip(new, "finish")
+    engine.step()
+    assert engine.first_token(new) is None
+    engine.submit(qwen.request(2, new=6))
+    flipped = time.monotonic()
+    for _ in range(6):
+        engine.step()
+    assert engine.first_token(new) >= flipped
+    assert engine.first_token(old) == first
+    while engine.active:
+        engine.step()
+    engine.evict(old)
+    assert engine.first_token(old) is None

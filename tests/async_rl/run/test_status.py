@@ -58,7 +58,7 @@ def work_one_step(house: House) -> None:
     confirm(trainer, receive(trainer, Batch).message, V1)
     trainer.flush(PATIENCE_S)
     fast.send(NodeServing(V1, 3, 1.0))
-    fast.send(NodeWants(6, busy_s=3.0, alive_s=4.0, sampled_tokens=1000, decode_steps=9))
+    fast.send(NodeWants(6, busy_s=3.0, alive_s=4.0, sampled_tokens=1000, decode_steps=9, limit=5))
     take_leases(fast, 2)
 
 
@@ -78,7 +78,7 @@ def test_a_running_buffer_says_who_is_there_and_how_far_behind(house: House, dir
     assert (state.newest, state.store) == (V1.short(), "does not listen")
     fast, slow = sorted(state.nodes, key=lambda node: node.name)
     assert (fast.state, fast.engine, fast.policy, fast.behind) == ("ready", "torch", V1.short(), 0)
-    assert (fast.leased, fast.slots, fast.busy, fast.tokens_per_second) == (2, 8, 0.75, 250.0)
+    assert (fast.leased, fast.slots, fast.limit, fast.busy, fast.tokens_per_second) == (2, 8, 5, 0.75, 250.0)
     assert (slow.behind, slow.leased, slow.busy) == (1, 0, 0.0)
     assert state.ledger_balances
     assert (state.ledger or {})["trained"] == 4
@@ -106,7 +106,7 @@ def test_the_text_shows_every_subject_with_the_nodes_as_a_table(
     assert by_label["push"].endswith("of 1")
     table = lines[lines.index(by_label["nodes"]) :][:3]
     assert " ".join(table[0].split()[1:]) == "name state engine policy behind leased slots busy tokens/s"
-    assert table[1].split() == ["fast", "ready", "torch", V1.short(), "0", "2", "8", "75%", "250"]
+    assert table[1].split() == ["fast", "ready", "torch", V1.short(), "0", "2", "5/8", "75%", "250"]
     assert table[2].split() == ["slow", "ready", "torch", V0.short(), "1", "0", "8", "0%", "0"]
     assert len({len(row) for row in table}) == 1
 
@@ -136,7 +136,7 @@ def test_json_is_the_same_state_whole(house: House, directory: Path, capsys: pyt
     assert shown["nodes"][0] | {"tokens_per_second": 0} == {
         "name": "fast", "state": "ready", "engine": "torch", "policy": V1.short(), "behind": 0, "leased": 2,
         "slots": 8, "busy": 0.75, "tokens_per_second": 0, "mismatch": None, "reason": "",
-        "bound": 0.0, "canary": None, "first": None, "first_version": None,
+        "bound": 0.0, "canary": None, "first": None, "first_version": None, "limit": 5,
     }  # fmt: skip
     assert set(shown) == set(RunState.__struct_fields__)
 
