@@ -146,6 +146,11 @@ def interpreter(inference: InferenceConfig) -> str:
     return os.path.abspath(os.path.expanduser(chosen)) if chosen else sys.executable
 
 
+def lives_elsewhere(inference: InferenceConfig) -> bool:
+    """Whether the node itself, and not only a server of its own, runs in another interpreter."""
+    return inference.engine == "vllm" and bool(inference.engine_python)
+
+
 def describe_group(group: NodeGroup) -> str:
     """A line for people: "2 × torch, 64 slots each, in flight: finish"."""
     inference = group.inference

@@ -5,47 +5,116 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from async_rl.config import Config
+from async_rl.config import Config, with_group
 from async_rl.errors import AsyncRLError
+from async_rl.inference_config import interpreter
+from async_rl.policy.update_file import Storage
 from inference.engine import Engine
+from inference.server import Server
+
+Make = Callable[[Config, Path, Path | None], Engine]
 
 
-def _torch(config: Config, model_path: Path) -> Engine:
+def _torch(config: Config, model_path: Path, _log: Path | None) -> Engine:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from async_rl.policy.update_file import Storage
     from inference.torch_engine import TorchEngine
 
     disable_progress_bar()  # a node writes to a log
     inference = config.inference
     if config.run.deterministic:
         torch.set_num_threads(1)  # more would share out the work by their number, which may differ between machines
-    storage: Storage | None = None
-    if config.trainer.kind != "lora":
-        storage = "bfloat16" if config.model.dtype == "bfloat16" else "float32"
     return TorchEngine(
         model_path,
         slots=inference.slots,
         max_context=inference.max_context,
         max_resident=inference.max_resident,
         device=config.model.device,
-        dtype=config.model.dtype if inference.dtype == "auto" else inference.dtype,
+        dtype=_dtype(config),
         compile_mode=inference.compile,
         exact=config.run.deterministic,
         top_tokens=config.algorithm.center_scores,
-        storage=storage,
+        storage=_storage(config),
     )
 
 
-ENGINES: dict[str, Callable[[Config, Path], Engine]] = {"torch": _torch}
+def _vllm(config: Config, model_path: Path, _log: Path | None) -> Engine:
+    from inference.vllm_engine import VllmServer
+
+    inference = config.inference
+    server = VllmServer(
+        model_path,
+        slots=inference.slots,
+        max_context=inference.max_context,
+        max_adapters=inference.max_resident,
+        device=config.model.device,
+        dtype=_dtype(config),
+        whole=_storage(config) is not None,
+        in_flight=inference.in_flight,
+        arguments=inference.vllm.arguments,
+    )
+    return _served(server, config, model_path)
 
 
-def make_engine(config: Config, model_path: Path) -> Engine:
-    """Build the configured engine. Raises AsyncRLError when it cannot do what the config asks for."""
-    engine = ENGINES[config.inference.engine](config, model_path)
+def _sglang(config: Config, model_path: Path, log: Path | None) -> Engine:
+    from inference.sglang_engine import SglangServer
+
+    inference = config.inference
+    server = SglangServer(
+        model_path,
+        slots=inference.slots,
+        max_context=inference.max_context,
+        max_adapters=inference.max_resident,
+        device=config.model.device,
+        dtype=_dtype(config),
+        whole=_storage(config) is not None,
+        python=interpreter(inference),
+        endpoint=inference.sglang.endpoint,
+        arguments=inference.sglang.arguments,
+        log=log,
+    )
+    return _served(server, config, model_path)
+
+
+def _served(server: Server, config: Config, model_path: Path) -> Engine:
+    from inference.served_engine import ServedEngine
+
+    inference = config.inference
+    return ServedEngine(
+        server,
+        model_path,
+        slots=inference.slots,
+        max_context=inference.max_context,
+        max_resident=inference.max_resident,
+        storage=_storage(config),
+        stall_timeout_s=inference.engine_timeout,
+    )
+
+
+def _dtype(config: Config) -> str:
+    return config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
+
+
+def _storage(config: Config) -> Storage | None:
+    """In what the trainer keeps the weights that it changes; None where it trains an adapter."""
+    if config.trainer.kind == "lora":
+        return None
+    return "bfloat16" if config.model.dtype == "bfloat16" else "float32"
+
+
+ENGINES: dict[str, Make] = {"torch": _torch, "vllm": _vllm, "sglang": _sglang}
+
+
+def make_engine(config: Config, model_path: Path, log: Path | None = None) -> Engine:
+    """Build the configured engine, and start the server that it has, which writes to `log`. Raises AsyncRLError when it
+    cannot do what the config asks for, or is not that of one group."""
+    if config.inference.group:
+        config = with_group(config, "")  # says which there are
+    engine = ENGINES[config.inference.engine](config, model_path, log)
     offered = engine.capabilities.in_flight
     if config.inference.in_flight not in offered:
+        engine.close()
         raise AsyncRLError(
             f'[inference] in_flight = "{config.inference.in_flight}": engine "{config.inference.engine}" offers only '
             f"{', '.join(sorted(offered))}"

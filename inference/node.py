@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from async_rl.errors import NeedsRestart
 from async_rl.fingerprint import fingerprint
 from async_rl.proof import within
 from async_rl.run.dial import dial_services
@@ -31,7 +32,6 @@ from async_rl.trajectory import Trajectory, decode_trajectory, encode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, Received
 from async_rl.wire.messages import (
-    COALESCE_BYTES,
     Cancel,
     Compared,
     Drain,
@@ -46,7 +46,7 @@ from async_rl.wire.messages import (
     TakeOver,
     words,
 )
-from async_rl.wire.payloads import pack_payloads, unpack_payloads
+from async_rl.wire.payloads import coalesce, pack_payloads, unpack_payloads
 from inference.departure import SETTLE_S, Departure
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
@@ -56,6 +56,7 @@ from inference.proof import Prover, logprob_bound
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
 from inference.scratch import Scratch
+from inference.server import EngineDied
 from inference.serving import Serving
 from inference.tokenizer import load_tokenizer
 
@@ -66,7 +67,8 @@ REPORT_S = 0.5  # how often an idle node repeats its numbers
 
 
 class Node:
-    """`work()` returns when the run is over. Raises LinkError when the buffer or the store is lost for good."""
+    """`work()` returns when the run is over. Raises LinkError when the buffer or the store is lost for good, and
+    NeedsRestart when its engine died."""
 
     def __init__(
         self, context: PoolContext, ready: NodeReady, engine: Engine, book: RolloutBook, buffer: Client,
@@ -109,6 +111,15 @@ class Node:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def work(self) -> None:
+        try:
+            self._work()
+        except EngineDied as died:
+            self._departure.begin(time.monotonic(), 0.0, "its engine died")
+            self._send_results()
+            self._leave()
+            raise NeedsRestart(str(died)) from died
+
+    def _work(self) -> None:
         self._sessions = self._buffer.sessions
         self._introduce()
         while self._over is None:
@@ -257,6 +268,8 @@ class Node:
                     self._scorer.submit(*work)
                 else:
                     self._serving.submit(work)
+        except EngineDied:
+            raise
         except Exception as error:
             # A task may fail in any way, and a prompt may not fit: the buffer counts it and tries again.
             log.error("lease %d (instance %d) cannot be started: %s", lease.lease, lease.instance, error)
@@ -350,25 +363,12 @@ class Node:
         )
 
 
-def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
-    """Split into messages of about COALESCE_BYTES: joining small ones pays, larger messages do not (measured)."""
-    batches: list[list[bytes]] = []
-    room = 0
-    for data in encoded:
-        if len(data) > room or not batches:
-            batches.append([])
-            room = COALESCE_BYTES
-        batches[-1].append(data)
-        room -= len(data)
-    return batches
-
-
 def body(context: PoolContext) -> None:
     config = context.config
     path = model_path(config)
     with context.watchdog.working("loads the task, the model and the tokenizer"):
         task = load_task(config.task)
-        engine = make_engine(config, path)
+        engine = make_engine(config, path, context.directory.logs / f"{context.name}-engine.log")
         tokenizer = load_tokenizer(path)
     log.info("engine: %s", engine.describe())
     scratch = Scratch()

@@ -23,6 +23,7 @@ from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
 from inference.engine import BaseMoved, Engine, EngineError, InFlight, Installed, Prefix, Request
 from inference.policies import TRIES, PolicyFetched
+from inference.server import EngineDied
 
 log = logging.getLogger("serving")
 
@@ -243,6 +244,8 @@ class Serving:
     def _start(self, request: Request) -> None:
         try:
             self._engine.submit(request)
+        except EngineDied:
+            raise
         except AsyncRLError as error:
             self._unstarted(request, str(error))
 
@@ -260,6 +263,8 @@ class Serving:
         except BaseMoved as moved:
             self._leads_from_the_past(fetched, str(moved))
             return None
+        except EngineDied:  # no fault of the policy's
+            raise
         except AsyncRLError as error:
             self._failed(fetched.policy, str(error))
             self._give_up(fetched.policy, str(error))

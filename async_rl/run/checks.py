@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from async_rl.algorithm_config import describe
 from async_rl.buffer_config import fresh_groups, lead
 from async_rl.config import Config, ConfigError, keys_folder
 from async_rl.errors import AsyncRLError
+from async_rl.inference_config import NodeGroup, describe_group, interpreter, lives_elsewhere, node_groups
+from async_rl.run.launch import child_environment
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
 from async_rl.tasks.registry import known_instances, load_task
@@ -26,6 +29,12 @@ NEEDS = {
     "inference": ("torch", "transformers", "safetensors"),
     "trainer": ("torch", "transformers", "safetensors", "peft", "matplotlib"),
 }
+
+# What every pool imports, and what a node's engine is imported as.
+GROUND = ("async_rl", "msgspec", "numpy", "prometheus_client", "zmq", "rich", "tomli_w", "xxhash")
+ENGINES = {"vllm": ("vllm",), "sglang": ("aiohttp",)}
+PROBE = "import sys, importlib.util as u; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
+PROBE_S = 60.0  # for an interpreter to start on a machine that is busy
 
 # What each of run.trackers imports; their names are those of extras too.
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -41,6 +50,52 @@ def check_installed(pools: Iterable[str] = HOUSE) -> None:
                 f"pip install '.[{pool}]'"
             )
         check_house([pool])
+
+
+def check_engines(groups: Sequence[NodeGroup]) -> None:
+    """Raises AsyncRLError when the nodes of a group cannot run in their interpreter, or not start their server."""
+    for engine, python, elsewhere, has_server in dict.fromkeys(
+        (each.engine, interpreter(each), lives_elsewhere(each), bool(each.sglang.endpoint))
+        for each in (group.inference for group in groups)
+    ):
+        if elsewhere:
+            _check_interpreter(python, (*GROUND, *NEEDS["inference"], *ENGINES[engine]), engine)
+            continue
+        check_installed(["inference"])
+        if missing := [name for name in ENGINES.get(engine, ()) if find_spec(name) is None]:
+            raise AsyncRLError(
+                f'[inference] engine = "{engine}" needs {", ".join(missing)}, not installed here: in the checkout, '
+                f"pip install '.[{engine}]'{_ELSEWHERE if engine == 'vllm' else ''}"
+            )
+        if engine == "sglang" and not has_server:
+            _check_interpreter(python, ("sglang",), engine)
+
+
+_ELSEWHERE = ", or set [inference] engine_python to an interpreter that has it (`make engines` makes one for CPUs)"
+
+
+def _check_interpreter(python: str, names: Sequence[str], engine: str) -> None:
+    where = f'[inference] engine = "{engine}", engine_python = {python!r}'
+    try:
+        probe = subprocess.run(
+            [python, "-P", "-c", PROBE, *names], env=child_environment(python), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=PROBE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise AsyncRLError(f"{where}: this interpreter says nothing for {PROBE_S:g} s: run it by hand") from error
+    except OSError as error:
+        raise AsyncRLError(
+            f"{where}: cannot be run: {error.strerror}: give the path of a Python interpreter in whose environment "
+            f"{engine} is installed"
+        ) from error
+    if probe.returncode != 0:
+        said = (probe.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise AsyncRLError(f"{where}: needs a Python of 3.11 or newer; this one exits with {probe.returncode}: {said}")
+    if missing := probe.stdout.split():
+        raise AsyncRLError(
+            f"{where}: that environment lacks {', '.join(missing)}: in the checkout, {python} -m pip install "
+            f"'{'sglang' if engine == 'sglang' else '.[vllm]'}', or `make engines` for CPUs"
+        )
 
 
 def check_trackers(config: Config) -> None:
@@ -103,11 +158,8 @@ def dry_run_table(config: Config, model: str) -> Table:
         ("buffer", f"{_endpoint(buffer.endpoint, 'buffer')}, order {buffer.order}"),
         ("store", _endpoint(buffer.store_endpoint, "store")),
         ("keys", buffer.keys or "none: no link leaves this machine"),
-        (
-            "inference",
-            f"{inference.nodes} × {inference.engine}, {inference.slots} slots each, up to "
-            f"{inference.max_new_tokens} new tokens, in flight: {inference.in_flight}",
-        ),
+        *(("inference", describe_group(group)) for group in node_groups(inference)),
+        ("sampling", f"temperature {inference.temperature:g}, up to {inference.max_new_tokens} new tokens"),
         (
             "trainer",
             describe_trainer(trainer),

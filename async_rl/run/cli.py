@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
     infer = _config_command(commands, "infer", _infer, "one inference node, in the foreground; joins at any time")
     _pool_options(infer)
+    infer.add_argument("--group", default="", metavar="NAME", help="the [[inference.group]] that it belongs to")
 
     train = _config_command(commands, "train", _train, "the trainer, in the foreground")
     _pool_options(train)
@@ -209,7 +210,7 @@ def _buffer(options: argparse.Namespace, console: Console) -> int:
 
 
 def _infer(options: argparse.Namespace, _console: Console) -> int:
-    return run_node(_config(options), options.out, options.name, _flags(options))
+    return run_node(_config(options), options.out, options.name, options.group, _flags(options))
 
 
 def _train(options: argparse.Namespace, console: Console) -> int:

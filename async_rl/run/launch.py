@@ -16,15 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.run import killpoints
-from async_rl.run.directory import RunDirectory
-from async_rl.run.process import PARENT_VARIABLE, die_with_parent
+from async_rl.run.process import EXIT_AGAIN, HOUSE_PLACE, PARENT_VARIABLE, die_with_parent
 
 POLL = 0.1  # seconds between looks at the processes
 SETTLE = 1.5  # seconds after the first failure in which others may still tell theirs
@@ -37,10 +36,11 @@ class LaunchError(AsyncRLError):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to be: `python -P -m module arguments…`, on `cpus` alone if there are any named. When all those that
-    `ends_run` (the first to exit, where none does) have exited with 0, the others have the grace to do the same. One
-    that is `expendable` may fail while there are others like it. One that a signal killed is started again, with
-    `again` added to its arguments; None: never."""
+    """A process to be: `python -P -m module arguments…`, on `cpus` alone if there are any named; `python` is an
+    interpreter (default: this one). When all those that `ends_run` (the first to exit, where none does) have exited
+    with 0, the others have the grace to do the same. One that is `expendable` may fail while there are others like it.
+    One that a signal killed, or that exits with EXIT_AGAIN, is started again, with `again` added to its arguments;
+    None: never."""
 
     name: str
     module: str
@@ -49,6 +49,7 @@ class ProcessSpec:
     cpus: tuple[int, ...] = ()
     expendable: bool = False
     again: tuple[str, ...] | None = None
+    python: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,18 @@ class Exit:
     @property
     def signal_name(self) -> str:
         return signal.Signals(-self.code).name
+
+    @property
+    def calls_for_another(self) -> bool:
+        """Whether it may be started again: it was killed, or says so itself."""
+        return self.code < 0 or self.code == EXIT_AGAIN
+
+    @property
+    def cause(self) -> str:
+        """Of an exit that calls for another start: "was killed by SIGKILL"."""
+        return (
+            f"was killed by {self.signal_name}" if self.code < 0 else f"ended, as its engine died ({self.last_line}),"
+        )
 
     def __str__(self) -> str:
         how = f"killed by {self.signal_name}" if self.code < 0 else f"exit {self.code}"
@@ -99,68 +112,37 @@ class Outcome:
         return ""
 
 
-def plan_run(nodes: int, config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
-    """The processes of a whole run on this machine, services first; `flags` (--debug, --resume) go to all."""
-    return [
-        *plan_services(config_path, directory, *flags),
-        plan_trainer("trainer", config_path, directory, *flags),
-        *(plan_node(f"node-{index}", config_path, directory, *flags) for index in range(nodes)),
-    ]
-
-
-def pinned(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """The same processes, with the inference nodes on the first half of the cores and all others on the second.
-    Raises LaunchError where that cannot be done."""
-    if not hasattr(os, "sched_setaffinity"):
-        raise LaunchError("[launch] pin = true needs Linux: no other system lets a process choose its cores")
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise LaunchError("[launch] pin = true needs two cores or more, and this process may use one")
-    first, second = tuple(cores[: len(cores) // 2]), tuple(cores[len(cores) // 2 :])
-    return [replace(spec, cpus=first if spec.module == "inference.node" else second) for spec in specs]
-
-
-def plan_services(config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
-    store = plan_pool("store", "buffer.store", config_path, directory, *flags)
-    buffer = plan_pool("buffer", "buffer.service", config_path, directory, *flags)
-    return [replace(store, again=()), replace(buffer, again=())]
-
-
-def plan_trainer(name: str, config_path: Path, directory: RunDirectory, *flags: str) -> ProcessSpec:
-    """Started again it goes on from its newest checkpoint."""
-    again = () if "--resume" in flags else ("--resume",)
-    return replace(plan_pool(name, "trainer.learner", config_path, directory, *flags, ends_run=True), again=again)
-
-
-def plan_node(name: str, config_path: Path, directory: RunDirectory, *flags: str) -> ProcessSpec:
-    return replace(plan_pool(name, "inference.node", config_path, directory, *flags), expendable=True, again=())
-
-
-def plan_pool(
-    name: str, module: str, config_path: Path, directory: RunDirectory, *flags: str, ends_run: bool = False
-) -> ProcessSpec:
-    arguments = ("--config", str(config_path), "--dir", str(directory.path), "--name", name, *flags)
-    return ProcessSpec(name, module, arguments, ends_run)
-
-
-def child_environment() -> dict[str, str]:
+def child_environment(python: str = "") -> dict[str, str]:
     """One thread each unless the user says otherwise: several processes' OpenMP pools on the same cores spin against
-    each other (measured: 17 times slower)."""
-    return {
+    each other (measured: 17 times slower). For `python`, an interpreter of another environment, that environment's
+    programs come first, and a checkout of async-rl is importable; a place where other packages lie too would hide
+    those of that environment, which then needs async-rl of its own."""
+    environment = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         PARENT_VARIABLE: str(os.getpid()),
     }
+    if python:
+        _prepend(environment, "PATH", str(Path(python).parent))
+        if HOUSE_PLACE.name not in ("site-packages", "dist-packages"):
+            _prepend(environment, "PYTHONPATH", str(HOUSE_PLACE))
+    return environment
+
+
+def _prepend(environment: dict[str, str], variable: str, folder: str) -> None:
+    others = environment.get(variable)
+    environment[variable] = folder + os.pathsep + others if others else folder
 
 
 class Pools:
     """Processes that live and die together: a context manager that starts them and leaves none behind.
 
     Output goes to `logs`/<name>.log, or to the terminal when `logs` is None. While it is open, SIGINT, SIGTERM and
-    SIGHUP only take note; `supervise` acts on them. A second one ends the grace. A process that a signal killed is
-    started again, `restarts` times at most; what it says itself before it fails is a reason, and ends the run."""
+    SIGHUP only take note; `supervise` acts on them. A second one ends the grace. A process that a signal killed, or
+    that asks for it by EXIT_AGAIN, is started again, `restarts` times at most; any other failure has a reason that
+    would be there again, and ends the run."""
 
     def __init__(self, specs: Sequence[ProcessSpec], logs: Path | None, grace: float, restarts: int = 0) -> None:
         self.specs = specs
@@ -245,14 +227,21 @@ class Pools:
         self.signals.append(number)
 
     def _start(self, spec: ProcessSpec, again: bool = False) -> subprocess.Popen[bytes]:
-        environment = child_environment()
+        environment = child_environment(spec.python)
         if again:
             environment.pop(killpoints.VARIABLE, None)  # a test's: it has had its death
         output: IO[bytes] | None = self._log(spec.name).open("ab") if self.logs else None
         parent = os.getpid()
         try:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", spec.module, *spec.arguments, *((spec.again or ()) if again else ())],
+                [
+                    spec.python or sys.executable,
+                    "-P",
+                    "-m",
+                    spec.module,
+                    *spec.arguments,
+                    *((spec.again or ()) if again else ()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
@@ -282,14 +271,14 @@ class Pools:
             self._start_again()
 
     def _start_again(self) -> None:
-        """Those that a signal killed, while the run goes on."""
+        """Those that call for it, while the run goes on."""
         for spec in self.specs:
             ended = self._exits.get(spec.name)
-            if ended is None or ended.code >= 0 or spec.again is None or self._is_over():
+            if ended is None or not ended.calls_for_another or spec.again is None or self._is_over():
                 continue
             if sum(each.name == spec.name for each in self._restarted) < self.restarts:
                 self._restarted.append(ended)
-                self._say(f"{spec.name} was killed by {ended.signal_name} and is started again")
+                self._say(f"{spec.name} {ended.cause} and is started again")
                 del self._exits[spec.name]
                 self._processes[spec.name] = self._start(spec, again=True)
 

@@ -9,30 +9,30 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from async_rl.config import Config
+from async_rl.config import Config, with_group
 from async_rl.errors import AsyncRLError
-from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, is_made, with_keys
+from async_rl.inference_config import NodeGroup, node_groups
+from async_rl.run.checks import (
+    check_engines,
+    check_installed,
+    check_model,
+    check_task,
+    check_trackers,
+    is_made,
+    with_keys,
+)
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
-from async_rl.run.launch import (
-    LaunchError,
-    Outcome,
-    Pools,
-    ProcessSpec,
-    note,
-    pinned,
-    plan_node,
-    plan_run,
-    plan_services,
-    plan_trainer,
-)
+from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, note
 from async_rl.run.model_cache import model_path
+from async_rl.run.plans import pinned, plan_node, plan_run, plan_services, plan_trainer
 from async_rl.run.report import write_report
 from async_rl.run.view import RunView
 from async_rl.wire.keys import DIALLING
@@ -40,7 +40,9 @@ from async_rl.wire.keys import DIALLING
 
 def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console) -> int:
     """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
-    check_installed()
+    groups = node_groups(config.inference)
+    check_installed(["buffer", "trainer"])
+    check_engines(groups)
     check_task(config)
     check_trackers(config)
     check_model(config)
@@ -53,7 +55,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
             all_flags = [*flags, "--resume"] if resume else list(flags)
             console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
             note(directory.logs, "started")
-            specs = plan_run(config.inference.nodes, path, directory, *all_flags)
+            specs = plan_run(groups, path, directory, *all_flags)
             if config.launch.pin:
                 specs = pinned(specs)
             with Pools(specs, directory.logs, config.launch.grace, config.launch.restarts) as pools:
@@ -66,7 +68,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
         console.print(resume_words(directory), highlight=False, soft_wrap=True)
     _raise_failure(outcome, config)
     for ended in outcome.restarted:
-        how = f"{ended.name} was killed by {ended.signal_name} and started again"
+        how = f"{ended.name} {ended.cause} and started again"
         console.print(how, highlight=False, markup=False, soft_wrap=True)
     for loss in outcome.lost:
         console.print(f"{loss} (the run went on without it)", highlight=False, markup=False, soft_wrap=True)
@@ -99,11 +101,13 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
     return outcome.code
 
 
-def run_node(config: Config, out: Path, name: str, flags: Sequence[str]) -> int:
-    """One inference node in the foreground."""
-    check_installed(["inference"])
+def run_node(config: Config, out: Path, name: str, group: str, flags: Sequence[str]) -> int:
+    """One inference node in the foreground, of this [[inference.group]] where the config has any."""
+    own = NodeGroup(group, with_group(config, group).inference)
+    check_engines([own])
     config = with_keys(config, "node")
-    return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", plan_node, flags)
+    plan = partial(plan_node, group=own)
+    return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", plan, flags)
 
 
 def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Sequence[str], console: Console) -> int:

@@ -4,6 +4,7 @@
         pool_main("buffer.service", serve)
 
 Exit code 0 is done; anything else failed, with one line as the last of stderr that says what, where and what to do.
+EXIT_AGAIN is a failure that starting the process again may well mend.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from types import FrameType
 from typing import NoReturn
 
 import async_rl
-from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError
+from async_rl.config import Config, load_config, with_group
+from async_rl.errors import AsyncRLError, NeedsRestart
 from async_rl.run import killpoints
 from async_rl.run.calm_log import CalmFilter
 from async_rl.run.directory import RunDirectory
@@ -38,8 +39,10 @@ from async_rl.run.pages import keep_pages
 from async_rl.run.watchdog import Watchdog
 
 HOUSE = ("buffer", "inference", "trainer")
+HOUSE_PLACE = Path(async_rl.__file__).resolve().parent.parent  # a checkout, or where it is installed
 PARENT_VARIABLE = "ASYNC_RL_PARENT_DEATH"  # the launcher's process id: end when it is gone
 TERMINATED_EXIT = 128 + signal.SIGTERM
+EXIT_AGAIN = 75  # sysexits.h: EX_TEMPFAIL
 ORPHAN_GRACE = 10.0  # seconds that a process whose launcher died has to end in good order
 ORPHAN_POLL = 0.5
 EXIT_GRACE = 5.0  # seconds that a process which is done has for what is registered to be done at exit
@@ -99,6 +102,8 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
         check_house(name for name in HOUSE if name in sys.modules)
         directory = RunDirectory.open(arguments.dir)
         config = load_config(arguments.config)
+        if arguments.group:
+            config = with_group(config, arguments.group)
         watchdog = Watchdog(arguments.name, config.run.watchdog_s, config.run.work_timeout)
         context = PoolContext(config, directory, arguments.name, resume=arguments.resume, watchdog=watchdog)
         _follow_parent()
@@ -115,7 +120,7 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
     except AsyncRLError as error:
         if arguments.debug:
             traceback.print_exc()
-        code = _last_words(str(error))
+        code = _last_words(str(error), EXIT_AGAIN if isinstance(error, NeedsRestart) else 1)
     except Exception as error:
         log.exception("unexpected error in %s", module)
         code = _last_words(f"{type(error).__name__}: {error}")
@@ -125,7 +130,7 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
 def check_house(names: Iterable[str]) -> None:
     """The named packages lie beside `async_rl`. Raises HouseError: PyPI has packages called inference, trainer and
     buffer, and a folder of the user's may hold a trainer.py."""
-    house = Path(async_rl.__file__).resolve().parent.parent
+    house = HOUSE_PLACE
     for name in names:
         place = package_place(name)
         if place is None:
@@ -179,6 +184,7 @@ def _parse_arguments(module: str) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="the resolved config (TOML)")
     parser.add_argument("--dir", required=True, type=Path, help="the run directory")
     parser.add_argument("--name", required=True, help="this process's name in the run")
+    parser.add_argument("--group", default="", help="of a node: the [[inference.group]] that it belongs to")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--debug", action="store_true", help="log more, and show tracebacks")
     return parser.parse_args()
@@ -233,9 +239,9 @@ def end_group(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _last_words(message: str) -> int:
+def _last_words(message: str, code: int = 1) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
-    return 1
+    return code
 
 
 def _leave(code: int, directory: RunDirectory | None) -> NoReturn:

@@ -15,6 +15,19 @@ INLINE_BYTES = 64 << 20  # of payloads in one message; libzmq refuses frames far
 NIL = msgspec.Raw(b"\xc0")  # msgpack's nil: stands for a payload that follows as a blob
 
 
+def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
+    """Split into messages of about COALESCE_BYTES: joining small ones pays, larger messages do not (measured)."""
+    batches: list[list[bytes]] = []
+    room = 0
+    for data in encoded:
+        if len(data) > room or not batches:
+            batches.append([])
+            room = COALESCE_BYTES
+        batches[-1].append(data)
+        room -= len(data)
+    return batches
+
+
 def pack_payloads(
     payloads: Sequence[bytes | memoryview],
 ) -> tuple[tuple[msgspec.Raw, ...], list[bytes | memoryview]]:

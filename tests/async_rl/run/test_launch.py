@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.run.launch import Exit, Outcome, Pools, ProcessSpec, last_line
+from async_rl.run.launch import Exit, Outcome, Pools, ProcessSpec, child_environment, last_line
+from async_rl.run.process import EXIT_AGAIN
 
 FAKES = {
     "well": "import time; time.sleep(0.2)",
@@ -22,6 +23,17 @@ FAKES = {
     "drains": "import time; time.sleep(1.0)",
     "lasts": "import time; time.sleep(2.0)",
     "sleeps": "import time; time.sleep(60)",
+    "again": """
+        import pathlib, sys, time
+        times = pathlib.Path(sys.argv[1])
+        with times.open("a") as file:
+            print(*sys.argv[2:], file=file)
+        time.sleep(0.3)
+        if len(times.read_text().splitlines()) <= 2:
+            print("error: the engine says no more")
+            sys.exit(75)
+    """,
+    "says": "import os, sys; print(sys.executable, os.environ['PATH'], os.environ['PYTHONPATH'])",
     "tidies": """
         import pathlib, signal, sys, time
         def end(*_):
@@ -117,6 +129,49 @@ def test_the_last_expendable_process_that_fails_ends_the_run_and_all_that_failed
         assert children() == []
     assert outcome.code == 1
     assert {failure.name for failure in outcome.failures} >= {"node-0", "node-1"}
+
+
+def node_that_asks_for_another_start(times: Path) -> ProcessSpec:
+    return ProcessSpec("node-0", "fakepools.again", (str(times),), expendable=True, again=("--again",))
+
+
+def test_a_process_that_asks_to_be_started_again_is_and_the_launchers_log_says_why(fakes: Path, tmp_path: Path) -> None:
+    times = tmp_path / "times"
+    specs = [fake("lasts", ends_run=True), node_that_asks_for_another_start(times)]
+    with Pools(specs, fakes, grace=5, restarts=2) as pools:
+        outcome = pools.supervise()
+    assert (outcome.code, outcome.lost) == (0, ())
+    assert [(ended.name, ended.code) for ended in outcome.restarted] == [("node-0", EXIT_AGAIN)] * 2
+    assert times.read_text().splitlines() == ["", "--again", "--again"]
+    line = "node-0 ended, as its engine died (the engine says no more), and is started again"
+    assert (fakes / "launcher.log").read_text().splitlines() == [line] * 2
+
+
+def test_a_process_that_asks_too_often_has_failed(fakes: Path, tmp_path: Path) -> None:
+    with Pools([fake("sleeps", ends_run=True), node_that_asks_for_another_start(tmp_path / "times")], fakes, 5, 1) as p:
+        outcome = p.supervise()
+    assert len(outcome.restarted) == 0  # told only of runs that ended well
+    assert outcome.message(5) == (f"node-0 failed (exit 75): the engine says no more; log: {fakes / 'node-0.log'}")
+
+
+def test_a_process_may_have_an_interpreter_of_its_own_and_that_ones_programs(fakes: Path, tmp_path: Path) -> None:
+    """One in an environment that lacks async-rl finds the checkout's; it is not this process's environment it sees."""
+    environment = tmp_path / "elsewhere"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
+    python = str(environment / "bin" / "python")
+    with Pools([ProcessSpec("says", "fakepools.says", python=python)], fakes, grace=5) as pools:
+        assert pools.supervise().code == 0
+    executable, path, places = (fakes / "says.log").read_text().split()
+    assert executable == python
+    assert path.split(os.pathsep)[0] == str(environment / "bin")
+    checkout = Path(__file__).resolve().parents[3]
+    assert places.split(os.pathsep) == [str(checkout), *os.environ["PYTHONPATH"].split(os.pathsep)]
+
+
+def test_where_other_packages_lie_too_is_no_path_for_another_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.run.launch.HOUSE_PLACE", Path("/somewhere/lib/python3.11/site-packages"))
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert child_environment("/v/bin/python")["PYTHONPATH"] == "/mine"
 
 
 def test_a_run_whose_last_node_was_drained_waits_for_another_one_to_come(fakes: Path) -> None:
