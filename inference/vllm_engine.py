@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -104,6 +105,7 @@ class VllmServer:
             ) from error
         if self._room:
             await self._ask(self._engine.collective_rpc("leave_head_out"))
+        await self._score(None, np.zeros(2, np.int32))  # the first request takes a second or more
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -112,11 +114,8 @@ class VllmServer:
         await self._add(adapter, Adapter(next(self._numbers), folder), inplace=False)
 
     async def _add(self, adapter: str, entry: Adapter, *, inplace: bool) -> None:
-        try:
-            request = self._lora(adapter, entry, inplace=inplace)
-            added = await self._ask(self._engine.add_lora(request))
-        except EngineError as error:
-            raise type(error)(f"vLLM refuses adapter {adapter} in {entry.folder}: {error}") from error
+        request = self._lora(adapter, entry, inplace=inplace)
+        added = await self._ask(self._engine.add_lora(request), f"adapter {adapter} in {entry.folder}")
         if not added:
             raise EngineError(f"vLLM did not load adapter {adapter} from {entry.folder}")
         self._adapters[adapter] = entry
@@ -150,9 +149,10 @@ class VllmServer:
             raise EngineError(f"{folder} holds no weights (*.safetensors) for vLLM to load")
         async with self._changed(label):
             try:
-                await self._ask(self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)}))
+                change = self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+                await self._ask(change, f"the weights in {folder}")
             except EngineError as error:
-                self._broken = f"loading the weights of {folder} failed half-way: {error}"
+                self._broken = f"the weights are half changed: {error}"
                 raise EngineDied(self._broken) from error
 
     @contextlib.asynccontextmanager
@@ -197,7 +197,7 @@ class VllmServer:
                     if piece is not None:
                         yield piece
             except Exception as error:
-                raise self._meaning(error) from error
+                raise self._meaning(error, f"call {call.name}") from error
 
     def _prompt(self, ids: npt.NDArray[np.int32], salt: str) -> Any:
         return {"prompt_token_ids": ids.tolist(), "cache_salt": salt}
@@ -211,8 +211,8 @@ class VllmServer:
                 stop_token_ids=list(call.stop), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
                 output_kind=_delta(), skip_clone=True,
             )  # fmt: skip
-        except ValueError as error:
-            raise EngineError(f"vLLM refuses the request: {error}") from error
+        except Exception as error:
+            raise self._meaning(error, f"call {call.name}") from error
 
     async def abort(self, name: str) -> None:
         if self._engine is not None and not self._engine.errored:
@@ -244,7 +244,7 @@ class VllmServer:
                 async for output in outputs:
                     last = output
             except Exception as error:
-                raise self._meaning(error) from error
+                raise self._meaning(error, f"to score {len(tokens)} tokens") from error
         return prompt_logprobs(last, len(tokens))
 
     # --- how it is ---------------------------------------------------------------------------------------------------
@@ -269,13 +269,17 @@ class VllmServer:
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
-        if engine is not None:
-            await asyncio.to_thread(engine.shutdown, CLOSE_S)
+        if engine is None:
+            return
+        if engine.output_handler is not None and not engine.output_processor.has_unfinished_requests():
+            engine.output_handler.cancel()  # else it reports the end of the process as an error
+        await asyncio.to_thread(engine.shutdown, CLOSE_S)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, question: Awaitable[Result]) -> Result:
-        """An answer of the engine's process. vLLM never ends the wait for one from a process that died."""
+    async def _ask(self, question: Awaitable[Result], what: str = "it") -> Result:
+        """An answer of the engine's process; `what` is what it might refuse. vLLM never ends the wait for an answer of
+        a process that died."""
         task = asyncio.ensure_future(question)
         try:
             while not task.done():
@@ -286,18 +290,19 @@ class VllmServer:
         except EngineError:
             raise
         except Exception as error:
-            raise self._meaning(error) from error
+            raise self._meaning(error, what) from error
         finally:
             task.cancel()
 
-    def _meaning(self, error: Exception) -> EngineError:
+    def _meaning(self, error: Exception, what: str) -> EngineError:
         """What an error of vLLM's means to the node."""
         if isinstance(error, EngineError):
             return error
         if self._engine is None or self._engine.errored or type(error).__name__ == "EngineDeadError":
             return EngineDied(_END)
-        cause = error.__cause__ or error
-        return EngineError(f"vLLM refuses the request: {cause}")
+        said = str(error.__cause__ or error)
+        inner = re.search("Worker failed with error '(.*)', please check", said, re.DOTALL)
+        return EngineError(f"vLLM refuses {what}: {inner[1] if inner else said}")
 
 
 _END = "vLLM's engine process has ended; why is in the node's log above"
