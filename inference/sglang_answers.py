@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,11 +46,20 @@ def read_model(path: Path) -> Model:
 
 class Answer:
     """Turns the events of a call into pieces. An event tells how many tokens there are by now, and brings those since
-    the last one (or, from a server without incremental-streaming-output, all)."""
+    the last one (or, from a server without incremental-streaming-output, all).
 
-    def __init__(self, call: Call, model: Model, *, labelled: bool, routed: bool) -> None:
-        self._call, self._model, self._labelled, self._routed = call, model, labelled, routed
-        self._kept = call.temperature != 0 and call.top_p < 1
+    With a `label` (of the weights when the call was sent) it says which weights made each token. An event names those
+    that the server has when it passes it on, and it samples nothing while they change; only the last event brings its
+    account of all tokens. So tokens that came together are of one label if the event before them had the same; else
+    they, and what follows them, are kept back until the end. What was given has to agree with the account."""
+
+    def __init__(self, call: Call, model: Model, *, label: str | None, routed: bool) -> None:
+        self._call, self._model, self._routed = call, model, routed
+        self._filtered = call.temperature != 0 and call.top_p < 1
+        self._label = label
+        self._given: list[str] = []  # the label of each token that is in a piece
+        self._tokens: list[int] = []  # kept back
+        self._logprobs: list[float] = []
         self._seen = 0
         self.retracted = 0  # how often its KV cache was given up
 
@@ -59,23 +69,35 @@ class Answer:
             raise EngineError(f"{self._name}: the SGLang server refuses it: {event['error'].get('message')}")
         meta = event["meta_info"]
         finish = self._finish(meta["finish_reason"], stopped)
-        total = int(meta["completion_tokens"])
-        count = total - self._seen
-        tokens = _last(event["output_ids"], count)
+        self.retracted = int(meta.get("num_retractions") or 0)
+        self._take(event["output_ids"], meta)
+        if self._label is None:
+            labels = None
+        elif finish is None:
+            labels = self._labels_so_far(str(meta["weight_version"]))
+            if labels is None:
+                return Piece((), (), ())
+        else:
+            labels = self._labels_at_the_end(meta)
+        tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
+        return Piece(tokens, logprobs, labels, finish, self._routes(meta) if finish is not None else None)
+
+    def _take(self, ids: Sequence[int], meta: Mapping[str, Any]) -> None:
+        count = int(meta["completion_tokens"]) - self._seen
+        tokens = _last(ids, count)
         rows = _last(meta.get("output_token_logprobs") or [], count)
         logprobs = [row[0] for row in rows]
-        if self._kept:
-            logprobs = _last(meta.get("output_token_sampling_logprobs") or [], count)
-        if not len(tokens) == len(rows) == len(logprobs) == count or [row[1] for row in rows] != list(tokens):
+        if self._filtered:
+            logprobs = list(_last(meta.get("output_token_sampling_logprobs") or [], count))
+        if not len(tokens) == len(logprobs) == count or [row[1] for row in rows] != list(tokens):
             raise EngineError(
                 f"{self._name}: the SGLang server sent {len(tokens)} tokens and {len(logprobs)} log-probabilities for "
                 f"{count} new tokens"
             )
-        labels = self._labels(meta, total) if self._labelled else None
-        routes = self._routes(meta, total) if self._routed and finish is not None else None
-        self._seen = total
-        self.retracted = int(meta.get("num_retractions") or 0)
-        return Piece(tokens, logprobs, labels, finish, routes)
+        self._tokens += tokens
+        self._logprobs += logprobs
+        self._seen += count
 
     @property
     def _name(self) -> str:
@@ -92,22 +114,31 @@ class Answer:
         finish: Finish = kind
         return finish
 
-    def _labels(self, meta: Mapping[str, Any], total: int) -> list[tuple[str, int]]:
-        runs = []
-        for span in meta.get("weight_versions") or ():
-            count = min(span["end"], total) - max(span["start"], self._seen)
-            if count > 0:
-                runs.append((str(span["version"]), count))
-        if sum(count for _, count in runs) != total - self._seen:
-            raise EngineError(f"{self._name}: {meta.get('weight_versions')} is not all of its {total} tokens")
-        return runs
+    def _labels_so_far(self, label: str) -> list[tuple[str, int]] | None:
+        """None while there is doubt."""
+        count = len(self._tokens)
+        if label != self._label and count > 1:
+            return None
+        self._label = label
+        self._given += [label] * count
+        return [(label, count)] if count else []
 
-    def _routes(self, meta: Mapping[str, Any], total: int) -> npt.NDArray[np.int32] | None:
+    def _labels_at_the_end(self, meta: Mapping[str, Any]) -> list[tuple[str, int]]:
+        spans = meta.get("weight_versions") or ()
+        account = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        given = len(self._given)
+        if len(account) != self._seen or account[:given] != self._given:
+            raise EngineError(
+                f"{self._name}: the server's account {spans} of {self._seen} tokens is not what it said before"
+            )
+        return [(label, len(list(run))) for label, run in groupby(account[given:])]
+
+    def _routes(self, meta: Mapping[str, Any]) -> npt.NDArray[np.int32] | None:
         """int32 [prompt + sampled - 1, layers, experts each]; None of a call that was given up before its first."""
-        packed = meta.get("routed_experts")
+        packed = meta.get("routed_experts") if self._routed else None
         if packed is None:
             return None
-        positions = len(self._call.ids) + total - 1
+        positions = len(self._call.ids) + self._seen - 1
         return np.frombuffer(base64.b64decode(packed), np.int32).reshape(positions, -1, self._model.experts_each)
 
 

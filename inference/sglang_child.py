@@ -55,7 +55,10 @@ def default_flags(
         "stream-interval": 8,
         "log-level": "warning",  # what it tells at the next level holds the key
     }
-    if not whole:
+    if whole:
+        # Else it says of a token that was being sampled when the weights changed that the new ones made it.
+        flags["disable-overlap-schedule"] = True
+    else:
         # A batch with requests of the bare model takes one of these places for it.
         flags |= {"enable-lora": True, "max-loras-per-batch": max_adapters + 1, "max-lora-rank": MAX_LORA_RANK}
         flags["lora-target-modules"] = list(LORA_TARGETS)

@@ -29,7 +29,9 @@ class Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),  # a call is a connection, and slots bound the calls
+            # A call is a connection, and slots bound the calls. None is kept for another: the server closes those that
+            # were idle for a while, and what is sent on one at that moment is lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
             json_serialize=lambda value: msgspec.json.encode(value).decode(),
         )

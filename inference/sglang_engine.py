@@ -39,6 +39,7 @@ CONTROL_S = 60.0  # for what the server does between two steps
 WEIGHTS_S = 900.0
 POLL_S = 0.1
 REACH_S = 0.25  # an abort waits so long for a sign that its request has reached the scheduler
+LAST_CALL_S = 5.0  # an unload waits so long for a call that is just ending
 ABORT_S = 5.0  # then its connection is closed
 MOST_KEPT = 4096
 """Where only the likeliest tokens are sampled, they are taken from this many at most: SGLang's own limit."""
@@ -103,6 +104,8 @@ class SglangServer:
         self._open = asyncio.Event()  # not while weights are changed
         self._open.set()
         self._one_reload = asyncio.Lock()
+        self._reloads = 0
+        self._label = ""  # the server's, of its weights
 
     @property
     def capabilities(self) -> Capabilities:
@@ -130,7 +133,7 @@ class SglangServer:
         self._client = Client(url, key, self._why)
         await self._ready()
         facts = await self._client.ask("/server_info", timeout_s=CONTROL_S)
-        self._version = str(facts.get("version", ""))
+        self._version, self._label = str(facts.get("version", "")), str(facts.get("weight_version", ""))
         if self._endpoint:
             self._check_endpoint(facts)
 
@@ -145,8 +148,10 @@ class SglangServer:
         self._adapters.add(adapter)
 
     async def unload(self, adapter: str) -> None:
-        if users := sum(flight.adapter == adapter for flight in self._flights.values()):
-            raise EngineError(f"adapter {adapter} is used by {users} calls: SGLang would load nothing until they end")
+        for flight in [flight for flight in self._flights.values() if flight.adapter == adapter]:
+            await _wait(flight.ended, LAST_CALL_S)
+            if not flight.ended.is_set():
+                raise EngineError(f"adapter {adapter} is used by a call: SGLang would load nothing until that ends")
         self._adapters.discard(adapter)
         await self._control("/unload_lora_adapter", {"lora_name": adapter})
 
@@ -160,7 +165,9 @@ class SglangServer:
                 await self._control("/pause_generation", {"mode": "in_place"})
                 try:
                     body = {"model_path": str(folder), "weight_version": label, "flush_cache": False}
+                    self._reloads += 1
                     await self._control("/update_weights_from_disk", body, WEIGHTS_S)
+                    self._label = label
                 finally:
                     await self._control("/continue_generation", {})
             finally:
@@ -169,13 +176,14 @@ class SglangServer:
     async def generate(self, call: Call) -> AsyncIterator[Piece]:
         check_ids(f"call {call.name}", call.ids, self._model.vocabulary)
         self._check_loaded(call.adapter)
-        answer = Answer(call, self._model, labelled=self._whole, routed=self._routes)
-        body = self._body(call)
+        self._body(call)  # refuses at once
+        answer: Answer | None = None
         flight = self._flights[call.name] = _Flight(call.adapter)
         try:
             await self._open.wait()
             if not flight.stopped:
-                flight.stream = self._connected.stream("/generate", {**body, "rid": flight.rid})
+                answer = Answer(call, self._model, label=self._label if self._whole else None, routed=self._routes)
+                flight.stream = self._connected.stream("/generate", {**self._body(call), "rid": flight.rid})
                 flight.sent = asyncio.get_running_loop().time()
                 async with aclosing(aiter(flight.stream)) as events:  # type: ignore[type-var]
                     async for event in events:
@@ -188,7 +196,7 @@ class SglangServer:
                 raise EngineDied(f"call {call.name}: the answer ends in the middle; {await self._why()}")
             yield Piece((), (), () if self._whole else None, "abort")
         finally:
-            self._retracted += answer.retracted
+            self._retracted += answer.retracted if answer else 0
             flight.ended.set()
             del self._flights[call.name]
 
@@ -219,9 +227,10 @@ class SglangServer:
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            "lora_path": [adapter] * len(sequences),
             "extra_key": [uuid.uuid4().hex for _ in sequences],  # shared with nobody
         }
+        if adapter is not None:
+            body["lora_path"] = [adapter] * len(sequences)
         answers = await self._connected.ask("/generate", body, timeout_s=WEIGHTS_S)
         return [_scores(answer["meta_info"], ids) for answer, ids in zip(answers, sequences, strict=True)]
 
@@ -332,8 +341,11 @@ class SglangServer:
             "ignore_eos": not own,
             "sampling_seed": call.seed % (1 << 63),  # where it is deterministic (describe)
         }
+        if self._whole:
+            sampling["stream_interval"] = 1  # what is sent together should be of the same weights
         body = {"input_ids": call.ids.tolist(), "sampling_params": sampling, "stream": True, "return_logprob": True}
-        body |= {"extra_key": call.cache_key, "return_routed_experts": self._routes}
+        # What a call computes is cached under the key with which it began, also when the weights changed meanwhile.
+        body |= {"extra_key": f"{call.cache_key}/{self._reloads}", "return_routed_experts": self._routes}
         if call.adapter is not None:
             body["lora_path"] = call.adapter
         if sampling["top_p"] < 1:  # what it calls log-probabilities are those before tokens were left out
