@@ -126,6 +126,7 @@ class Run:
         context: Any = self.context
         writers = [MetricsWriter(path) for path in (context.directory.metrics_path, context.directory.samples_path)]
         self.learner = Learner(context, self.backend, State(), self.buffer, self.store, *writers, FINGERPRINT)
+        self._over = threading.Event()
         node = threading.Thread(target=self._work, daemon=True)
         self._threads.append(node)
         node.start()
@@ -133,13 +134,12 @@ class Run:
     def _work(self) -> None:
         node = self.house.client("node", "node")
         node.send(NodeReady("torch", 8, FINGERPRINT, 1e-3))
-        while True:
-            status = self.house.service.status()
-            if status.newest is not None:
-                break
+        while (newest := self.house.service.status().newest) is None:
+            if self._over.wait(0.01):  # a test that ends sooner would leave a thread that never rests
+                return
         prover = Prover(Counting(), self.context.config.run.seed)
         node.send(NodeHolds(*prover.canary(self.context.directory.path / "canary")))
-        node.send(NodeServing(status.newest, 1, 1.0, prover.prove("")))
+        node.send(NodeServing(newest, 1, 1.0, prover.prove("")))
         node.send(NodeWants(100))
         while True:
             message = node.receive(20.0, "work").message
@@ -147,9 +147,14 @@ class Run:
                 node.close()
                 return
             if isinstance(message, Leases):
-                deliver(node, list(message.leases), status.newest)
+                deliver(node, list(message.leases), newest)
+
+    def looks_at_the_pools_after_every_step(self) -> None:
+        """Which is due once a second, and all steps of a test may take less."""
+        self.backend.during_step = lambda: setattr(self.learner._talk, "_status_asked", float("-inf"))
 
     def close(self) -> None:
+        self._over.set()
         self.house.close()
         self._store_stopping.set()
         self.store.close()
@@ -191,6 +196,7 @@ def test_a_learner_records_the_pools_and_some_trajectories_beside_its_steps(run)
 
 
 def test_what_nodes_diverge_by_is_told_to_the_backend_once(run):
+    run.looks_at_the_pools_after_every_step()
     run_learner(run.learner)
     records = read_metrics(run.context.directory.metrics_path)
     shown = [k3 for record in records if "pools" in record for *_, k3 in record["pools"]["mismatches"]]
@@ -199,6 +205,7 @@ def test_what_nodes_diverge_by_is_told_to_the_backend_once(run):
 
 
 def test_a_learner_that_goes_on_at_the_same_buffer_tells_of_none_that_its_past_has_told(run):
+    run.looks_at_the_pools_after_every_step()
     run_learner(run.learner)
     state = msgspec.convert(find_latest(run.context.directory.checkpoints).state, State, str_keys=True)
     status, again = run.house.service.status(), Counting()
