@@ -88,6 +88,7 @@ def test_groups_that_teach_nothing_are_sampled_anew_and_every_batch_has_its_size
     assert summary["ledger"]["dropped"]["zero_variance"] >= summary["ledger"]["trained"] / 2
 
 
+@pytest.mark.sample
 def test_a_group_trains_in_several_batches_and_is_counted_once(shell):
     """B = 4, R = 2: two new groups a batch, and from the second on two that trained before."""
     run = shell.folder / "replay"
@@ -103,6 +104,7 @@ def test_a_group_trains_in_several_batches_and_is_counted_once(shell):
     assert summary["waste"] is not None
 
 
+@pytest.mark.sample
 def test_the_newest_groups_train_first_and_what_that_costs_is_told(shell):
     run = shell.folder / "fresh"
     code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "buffer.order=fresh")
@@ -112,6 +114,7 @@ def test_the_newest_groups_train_first_and_what_that_costs_is_told(shell):
     assert summary["waste"] is not None
 
 
+@pytest.mark.sample
 def test_trouble_that_the_trainer_reports_makes_nodes_work_less_far_ahead_on_questions_with_a_history(shell):
     """Any k3 is too much here, so the bound falls from its first report on; instances are few, and asked by history."""
     run = shell.folder / "adaptive"
@@ -164,6 +167,7 @@ def test_pools_started_by_hand_over_tcp_outlive_a_node_that_is_killed_when_anoth
     assert int(serving[0].split("serving policy ")[1].split("-")[0]) >= 4
 
 
+@pytest.mark.sample
 def test_an_interrupted_run_goes_on_from_its_checkpoint_and_the_ledger_balances(shell):
     run = shell.folder / "resumed"
     arguments = [str(shell.config), "--out", str(run), "--set", "run.steps=24"]

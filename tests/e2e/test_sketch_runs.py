@@ -64,6 +64,7 @@ def test_the_sketch_quickstart_sends_factor_updates_to_two_nodes_and_evaluates(s
     assert "PeftModel" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "sketch"])
 def test_every_version_may_be_a_snapshot(shell: Shell, kind: str) -> None:
     run = shell.folder / "run"
@@ -81,6 +82,7 @@ def test_every_version_may_be_a_snapshot(shell: Shell, kind: str) -> None:
     assert summary["push_bytes"] >= summary["push_bytes_full"]
 
 
+@pytest.mark.sample
 def test_a_sketch_run_that_was_ended_goes_on_with_resume_and_its_nodes_follow(shell: Shell) -> None:
     run = shell.folder / "run"
     started = shell.start("run", str(shell.config), "--out", str(run), *SKETCH)

@@ -72,6 +72,7 @@ def check_nothing_lost_or_doubled(nodes: list[FakeNode], trainer: FakeTrainer, b
         assert delivered == trained
 
 
+@pytest.mark.sample
 def test_a_run_over_a_bad_network_trains_what_it_accepted(tmp_path: Path) -> None:
     train_over_a_bad_network(tmp_path, steps=8, timeout_s=90)
 

@@ -180,6 +180,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> None:
         said += line
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_every_measurement_and_leaves_nothing(place: Path, tmp_path: Path) -> None:
     written = tmp_path / "push.json"
     process = start(place, "--receivers", "1", "2", "--quick", "--json", str(written))
@@ -201,6 +202,7 @@ def test_a_quick_run_writes_every_measurement_and_leaves_nothing(place: Path, tm
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "tidy"),
     [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, True), (signal.SIGKILL, -9, False)],
@@ -220,6 +222,7 @@ def test_a_run_that_is_ended_takes_its_processes_along(place: Path, number: int,
     assert tidy == (list(place.iterdir()) == [])
 
 
+@pytest.mark.slow
 def test_a_run_whose_store_dies_says_so_and_leaves_nothing(place: Path) -> None:
     process = start(place, "--receivers", "2", "--rounds", "100000")
     read_until(process, "round 2")
@@ -232,6 +235,7 @@ def test_a_run_whose_store_dies_says_so_and_leaves_nothing(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_receiver_dies_names_it_and_leaves_nothing(place: Path) -> None:
     process = start(place, "--receivers", "2", "--rounds", "100000")
     read_until(process, "round 2")
@@ -244,6 +248,7 @@ def test_a_run_whose_receiver_dies_names_it_and_leaves_nothing(place: Path) -> N
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_more_than_the_memory_holds_is_refused_before_anything_is_made(place: Path) -> None:
     process = start(place, "--receivers", "1000000")
     output, _ = process.communicate(timeout=PATIENCE_S)
