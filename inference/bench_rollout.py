@@ -13,15 +13,11 @@ two are equal. Its time includes prefill, admission and books, as that of `gener
 from __future__ import annotations
 
 import argparse
-import itertools
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,62 +25,26 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from async_rl.config import Config, load_config
+from async_rl.config import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import write_adapter
 from async_rl.run.bench import Arm, Cell, Measures, Metric, bench_main, bench_parser, finish_bench, run_bench
-from async_rl.run.checks import is_made
-from async_rl.run.model_cache import model_path
 from async_rl.tasks.registry import load_task
-from async_rl.tasks.rendering import render
-from async_rl.tasks.task import Task, instance_of
+from async_rl.tasks.task import Task
 from async_rl.version import PolicyId
 from async_rl.wire.messages import SamplingParams
+from inference.bench_load import GROUP, Group, Load, groups, made_model
 from inference.compiled_step import CompileMode
 from inference.engine import Request
 from inference.torch_engine import TorchEngine
 
-MAKE_TIMEOUT_S = 1800.0
 METRICS = [
     Metric("tokens_per_cpu_s", "useful tokens a CPU-second", "higher"),
     Metric("tokens_per_s", "useful tokens a second", "higher"),
 ]
-GROUP = 8
-SEED = 1
 WARM_SHARE = 0.5  # of a measurement, before the first one: the engine's attempts must have come out of step
-
-
-class Load(NamedTuple):
-    """`slots` attempts at a time, of `shortest` to `longest` new tokens, uniformly drawn."""
-
-    slots: int
-    shortest: int
-    longest: int
-
-    @property
-    def name(self) -> str:
-        lengths = f"{self.shortest}-{self.longest}" if self.shortest < self.longest else f"all {self.longest}"
-        return f"{self.slots} slots, {lengths} new tokens"
-
-
 LOADS = (Load(64, 9, 32), Load(64, 32, 32), Load(256, 9, 32))
 QUICK_LOADS = (Load(16, 3, 8),)
-
-
-class Group(NamedTuple):
-    """Attempts at one prompt; `lengths` are their new tokens."""
-
-    number: int
-    prompt: list[int]
-    lengths: list[int]
-
-
-def groups(load: Load, task: Task, tokenizer: Any) -> Iterator[Group]:
-    """Without end, and the same ones every time."""
-    random = np.random.default_rng(SEED)
-    for number in itertools.count():
-        lengths = random.integers(load.shortest, load.longest + 1, GROUP).tolist()
-        yield Group(number, render(instance_of(task, "train", number), tokenizer), lengths)
 
 
 # --- the arms --------------------------------------------------------------------------------------------------------
@@ -177,16 +137,6 @@ def measured(arm: Generate | Engine, seconds: float) -> Measures:
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
-def made_model(config: Config, name: str) -> Path:
-    """The quickstart's model; made first where it is not in the cache yet. Raises AsyncRLError."""
-    path = model_path(config)
-    if not is_made(path):
-        command = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", name]
-        if subprocess.run(command, timeout=MAKE_TIMEOUT_S).returncode:
-            raise AsyncRLError(f"there is no model at {path}, and it could not be made: see above")
-    return path
 
 
 def cell(load: Load, path: Path, task: Task, seconds: float, quick: bool, console: Console) -> Cell:
