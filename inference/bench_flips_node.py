@@ -165,7 +165,7 @@ def work(config: Config, directory: RunDirectory, pipe: Connection) -> None:
 
     model = Path(config.model.path)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    engine, scratch = make_engine(config, model), Scratch()
+    engine, scratch = make_engine(config, model, directory.logs / "engine.log"), Scratch()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     try:
         store = Client(

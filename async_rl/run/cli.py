@@ -32,7 +32,8 @@ DEFAULT_DIRECTORY = RUNS / LATEST
 BENCH_HELP = (
     "Measure a part against its baseline, in one run: async-rl bench NAME --help shows its options. transport: the "
     "link against raw ZeroMQ; push: adapters to nodes; rollout: the engine against generate; flips: from a training "
-    "step to the first token under the new policy, by engine; packing: a training step without padding; train: a training step of AdamW, LoRA and sketches; kernels: a sketched layer's operations "
+    "step to the first token under the new policy; packing: a training step without padding; train: a training step "
+    "of AdamW, LoRA and sketches; kernels: a sketched layer's operations "
     "against the machine's ceiling; pipeline: the whole loop against lock-step; rules: the buffer's cost per "
     "trajectory; staleness: learning from old data, by correction."
 )
