@@ -139,6 +139,24 @@ def node_count(inference: InferenceConfig) -> int:
     return sum(group.inference.nodes for group in node_groups(inference))
 
 
+FORECAST_KEYS = ("slots", "in_flight", "max_tokens_per_second")
+
+
+def as_one_kind(inference: InferenceConfig) -> InferenceConfig:
+    """All nodes as if they were of one group, for a forecast, which knows one kind of node. Raises ConfigError for
+    groups that differ in what it rests on."""
+    groups = [group.inference for group in node_groups(inference)]
+    for key in FORECAST_KEYS:
+        values = list(dict.fromkeys(getattr(group, key) for group in groups))
+        if len(values) > 1:
+            raise ConfigError(
+                f"[[inference.group]] {key} = {', '.join(map(str, values))}: a forecast knows one kind of node: give "
+                f"every group the same, or remove the groups: --set inference.group=[]"
+            )
+    longest = max(group.max_context for group in groups)
+    return msgspec.structs.replace(groups[0], nodes=node_count(inference), max_context=longest)
+
+
 def interpreter(inference: InferenceConfig) -> str:
     """The absolute path of the group's `engine_python`; of this process's, where it has none. Links are left as they
     are: a virtual environment's interpreter is one."""

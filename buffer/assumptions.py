@@ -9,8 +9,11 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from async_rl.config import Config, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
+from async_rl.inference_config import as_one_kind
 from async_rl.run.directory import RUNS
 from buffer.fit import LINK_S, Measured, read_run
 from buffer.rules import Rules, rules_from_config
@@ -72,6 +75,9 @@ def world_from(options: argparse.Namespace) -> World:
     config = load_config(options.config, overrides)
     measured = read_run(options.run) if options.run is not None else None
     notes: list[str] = []
+    if groups := config.inference.group:
+        notes.append(f"the nodes of {len(groups)} groups are taken to be equally fast")
+        config = msgspec.structs.replace(config, inference=as_one_kind(config.inference))
     if measured is not None:
         notes += [*measured.notes, *_differences(config, measured.config, options)]
     elif not (options.lengths and options.tokens_per_second and options.train_seconds):

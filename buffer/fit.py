@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
+from async_rl.inference_config import as_one_kind
 from async_rl.run.metrics import Record, read_metrics, steps_of
 from async_rl.trajectory import BYTES_PER_TOKEN
 from buffer.scenario import Constant, Speed, TrainerSpeed, Values, samples_asked
@@ -67,6 +69,7 @@ def read_run(directory: Path) -> Measured:
     if not metrics.exists():
         raise FitError(f"--from {directory}: no metrics.jsonl there: name the directory of a run")
     config = load_config(str(directory / "config.toml"))
+    config = msgspec.structs.replace(config, inference=as_one_kind(config.inference))
     records = read_metrics(metrics)
     steps = steps_of(records)
     pools = [record["pools"] for record in records if "pools" in record]

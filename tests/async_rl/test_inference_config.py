@@ -10,7 +10,15 @@ import pytest
 
 from async_rl import inference_config
 from async_rl.config import Config, ConfigError, config_from_table, group_bytes, load_config, with_group
-from async_rl.inference_config import ONLY_WITH, NodeSettings, describe_group, interpreter, node_count, node_groups
+from async_rl.inference_config import (
+    ONLY_WITH,
+    NodeSettings,
+    as_one_kind,
+    describe_group,
+    interpreter,
+    node_count,
+    node_groups,
+)
 from async_rl.schema import changed
 
 
@@ -76,6 +84,16 @@ def test_what_is_reserved_for_a_group_is_for_the_longest_context_of_any() -> Non
     assert group_bytes(grouped({"name": "a"}, {"name": "b", "max_context": 2048}, max_context=100)) == group_bytes(
         made(inference={"max_context": 2048})
     )
+
+
+def test_a_forecast_takes_all_groups_for_one_unless_they_differ_in_what_it_rests_on() -> None:
+    groups = [{"name": "a", "nodes": 2, "max_context": 900}, {"name": "b", "engine": "vllm", "nodes": 3}]
+    one = as_one_kind(grouped(*groups, slots=7).inference)
+    assert (one.nodes, one.slots, one.max_context, one.group) == (5, 7, 900, ())
+    assert as_one_kind(made().inference) == made().inference
+    for key, value in {"slots": 9, "in_flight": "recompute"}.items():
+        with pytest.raises(ConfigError, match=rf"{key} = .*, {value}: a forecast knows one kind of node"):
+            as_one_kind(grouped(*groups, {"name": "c", key: value}).inference)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +209,8 @@ def test_every_rule_refuses_what_breaks_it(says: str) -> None:
 
 
 def test_every_rule_has_its_example_here() -> None:
-    assert inspect.getsource(inference_config).count("raise ConfigError") == len(BROKEN)
+    rules = inspect.getsource(inference_config).count("raise ConfigError")
+    assert rules - inspect.getsource(as_one_kind).count("raise ConfigError") == len(BROKEN)
 
 
 @pytest.mark.parametrize("sections", WHOLE, ids=str)

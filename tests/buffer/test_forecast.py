@@ -34,6 +34,15 @@ def test_without_speeds_it_names_what_is_missing(capsys):
     assert "no metrics.jsonl" in capsys.readouterr().err
 
 
+def test_groups_of_nodes_are_one_kind_of_node_or_are_refused(tmp_path, capsys):
+    groups = 'inference.group=[{name = "a", nodes = 2}, {name = "b", engine = "vllm"}]'
+    run(tmp_path, "--set", groups, "--nodes", "3")
+    assert "the nodes of 2 groups are taken to be equally fast" in capsys.readouterr().out
+    differing = 'inference.group=[{name = "a"}, {name = "b", slots = 3}]'
+    assert main(["quickstart", *GIVEN, *SMALL, "--set", differing]) == 1
+    assert "slots = 16, 3: a forecast knows one kind of node" in capsys.readouterr().err
+
+
 def test_a_cap_that_is_lifted_leaves_nothing_known_of_the_nodes(capsys):
     """The kept run's nodes were held back by a cap: what they could do without it was never seen."""
     assert main(["quickstart", "--from", str(FITTED)]) == 1
