@@ -532,7 +532,7 @@ AnyMessage = (
     NodeReady | NodeServing | NodeHolds | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | Checkpointed | EvalRequest | EvalResult
     | Finish | Final | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
-    | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver | Route | Routed
+    | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver | Route | Routed | Compared
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
