@@ -40,6 +40,8 @@ def test_a_dry_run_says_what_would_run_and_makes_nothing(capsys: pytest.CaptureF
         (["run", "quickstart", "--dry-run", "--set", "model.path=."], "has no config.json"),
         (["run", "quickstart", "--resume"], "--resume needs --out"),
         (["infer", "quickstart"], "is not a run directory"),
+        (["infer", "quickstart", "--group", "fast"], "this config has no [[inference.group]]"),
+        (["run", "quickstart", "--set", "inference.engine=vllm"], "needs vllm, not installed here"),
         (["train", "quickstart", "--out", "somewhere"], "is not a run directory"),
         (["status"], "is not a run directory"),
         (["buffer", "quickstart", "--set", "buffer.endpoint=tcp://0.0.0.0:1"], "0.0.0.0"),

@@ -16,11 +16,12 @@ import pytest
 from async_rl.config import Config, ModelConfig
 from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment
-from async_rl.run.process import HouseError, check_house
+from async_rl.run.process import EXIT_AGAIN, HouseError, check_house
 
 BODIES = {
     "well": "print(context.name, context.resume, context.config.run.steps)",
     "refuses": "raise AsyncRLError('port 5701\\nis in use')",
+    "again": "raise NeedsRestart('its engine is gone')",
     "breaks": "raise ZeroDivisionError('by nought')",
     "loads": "print('loading', flush=True); time.sleep(60)",
     "polls": """
@@ -40,7 +41,7 @@ BODIES = {
 }
 FRAME = """
 import threading, time
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, NeedsRestart
 from async_rl.run import process
 from async_rl.run.process import pool_main
 process.ORPHAN_GRACE = 0.5
@@ -97,6 +98,17 @@ def test_an_error_meant_for_people_is_one_line_at_the_end_and_a_traceback_only_w
     assert code == 1
     assert "Traceback" in err
     assert err.endswith("error: port 5701 is in use\n")
+
+
+def test_what_would_go_on_if_it_were_started_again_says_so_by_its_exit_code(directory: RunDirectory) -> None:
+    code, _, err = ends(start(directory, "again"))
+    assert (code, err) == (EXIT_AGAIN, "error: its engine is gone\n")
+
+
+def test_a_pool_of_a_group_that_there_is_not_is_refused(directory: RunDirectory) -> None:
+    code, _, err = ends(start(directory, "well", "--group", "fast"))
+    assert code == 1
+    assert err == "error: --group fast: this config has no [[inference.group]]: leave it out\n"
 
 
 def test_an_unexpected_error_is_logged_whole_and_named_in_the_last_line(directory: RunDirectory) -> None:
