@@ -6,12 +6,16 @@ started once. What an engine doesn't declare (engine_house.DECLARES) isn't colle
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_house import ADAPTERS, CONTINUING, DECLARES, WHOLE, Bed, Engines
 from served_model import ServedModel
+
+from inference import served_policies
 
 HERE = Path(__file__).resolve().parent
 KINDS = {"adapters": ADAPTERS, "continuing": CONTINUING, "whole": WHOLE}
@@ -56,9 +60,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def engines(
     request: pytest.FixtureRequest, model: ServedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    made = Engines(request.config.getoption("--engine"), model, tmp_path_factory.mktemp("engines"))
-    yield made
-    made.close()
+    """Their files in memory lie in a folder that no other process has anything in."""
+    memory = served_policies.MEMORY / f"async-rl-tests-{os.getpid()}"
+    memory.mkdir(mode=0o700)
+    made = Engines(request.config.getoption("--engine"), model, tmp_path_factory.mktemp("engines"), memory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served_policies, "MEMORY", memory)
+        yield made
+        made.close()
+    left = list(memory.iterdir())
+    shutil.rmtree(memory)
+    assert left == []
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from engine_house import RESIDENT, Bed, resident_bytes, shared_memory
+from engine_house import RESIDENT, Bed, resident_bytes
 
 from inference.engine import Completion
 
@@ -68,7 +68,6 @@ def test_200_pushes_under_load_keep_few_policies_and_no_memory(adapters: Bed) ->
     files = [
         model.write(100 + i, model.tensors(200 + i, rank=RANK, size=0.05), model.config(r=RANK)) for i in range(PUSHES)
     ]
-    in_memory = shared_memory()
     sample, memory, seen = 0, [], set()
     for policy, path in files:
         while len(engine.resident) >= RESIDENT:
@@ -80,7 +79,7 @@ def test_200_pushes_under_load_keep_few_policies_and_no_memory(adapters: Bed) ->
         engine.install(policy, path)
         engine.flip(policy, "finish")
         assert len(engine.resident) <= RESIDENT
-        assert len(shared_memory() - in_memory) <= RESIDENT + 1
+        assert adapters.in_memory() <= RESIDENT
         while engine.active < 4:
             sample += 1
             adapters.submit([model.request(sample, length=140, new=8)])
@@ -99,8 +98,8 @@ def versions_of(completions: list[Completion]) -> set[int]:
 
 @pytest.mark.needs("process")
 def test_nothing_of_an_evicted_adapter_stays_in_memory_backed_storage(adapters: Bed) -> None:
-    before = shared_memory()
+    assert adapters.in_memory() == 1
     adapters.install(1)
-    assert len(shared_memory() - before) == 1
+    assert adapters.in_memory() == 2
     adapters.engine.evict(adapters.model.policy(1)[0])
-    assert shared_memory() == before
+    assert adapters.in_memory() == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_house import CONTEXT, DECLARES, LONG, Bed
+from engine_house import CLOSE, CONTEXT, DECLARES, LONG, Bed
 from served_model import VOCABULARY, broken_adapters
 
 from async_rl.wire.messages import SamplingParams
@@ -78,7 +78,21 @@ def test_an_adapter_of_fewer_modules_leaves_no_trace_of_the_one_whose_place_it_h
     assert len(adapters.engine.install(policy, path).matched_modules) == 2
     tokens = model.prompt(0, 40)
     expected = model.logprobs_with(tensors, model.config(target_modules=["q_proj"]), tokens[:1], tokens[1:])
-    np.testing.assert_allclose(adapters.engine.score(policy, [tokens])[0], expected, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(adapters.engine.score(policy, [tokens])[0], expected, atol=CLOSE, rtol=0)
+
+
+def test_an_adapter_that_is_scaled_by_the_root_of_its_rank_is_right_or_refused(adapters: Bed) -> None:
+    model = adapters.model
+    tensors, config = model.tensors(seed=6), model.config(use_rslora=True)
+    policy, path = model.write(5, tensors, config)
+    if adapters.name == "sglang":
+        with pytest.raises(EngineError, match="rslora"):
+            adapters.engine.install(policy, path)
+        return
+    adapters.engine.install(policy, path)
+    tokens = model.prompt(0, 40)
+    expected = model.logprobs_with(tensors, config, tokens[:1], tokens[1:])
+    np.testing.assert_allclose(adapters.engine.score(policy, [tokens])[0], expected, atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("bad", [VOCABULARY, VOCABULARY + 1000, -1, 2**31 - 1])

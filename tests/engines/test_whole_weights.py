@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_house import CLOSE, LONG, Bed, resident_bytes, shared_memory
+from engine_house import CLOSE, LONG, Bed, resident_bytes
 from served_model import logprobs_across, logprobs_by
 
 from async_rl.version import VersionRun
@@ -152,14 +152,14 @@ def test_a_flip_waits_for_what_is_pinned_to_the_policy_that_it_would_end(whole: 
 
 
 def test_many_flips_under_load_keep_no_memory_and_no_file(whole: Bed) -> None:
-    in_memory, memory, sample = shared_memory(), [], 0
+    memory, sample = [], 0
     for _ in range(FLIPS):
         while whole.engine.active < 3:
             sample += 1
             whole.submit([whole.model.request(sample, length=140, new=20)])
         whole.engine.step()
         whole.serve_files([whole.updates.step()])
-        assert shared_memory() == in_memory
+        assert whole.in_memory() == 0
         memory.append(resident_bytes())
     whole.finish()
     assert memory[-1] - memory[FLIPS // 2] < GROWTH, [round(each / 1e6) for each in memory]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -44,8 +45,8 @@ DECLARES: dict[str, dict[Kind, set[str]]] = {
         WHOLE: {"recompute", "continue", "span", "top_p", "seeds", "process"},
     },
     "sglang": {
-        ADAPTERS: {"finish", "recompute", "name", "top_p", "seeds", "process"},
-        WHOLE: {"recompute", "continue", "span", "top_p", "seeds", "process"},
+        ADAPTERS: {"finish", "recompute", "name", "top_p", "process"},
+        WHOLE: {"recompute", "continue", "span", "top_p", "process"},
     },
 }
 """By engine, what it is tested for; a test holds this against what the engine says of itself."""
@@ -67,7 +68,9 @@ def make_server(name: str, kind: Kind, model: Path, log: Path) -> Server:
     return SglangServer(model, python=python, endpoint="", arguments={}, log=log, **options)
 
 
-def make_engine(name: str, kind: Kind, model: Path, log: Path, stop_tokens: Collection[int] = ()) -> Engine:
+def make_engine(
+    name: str, kind: Kind, model: Path, log: Path, stop_tokens: Collection[int] = (), stall_timeout_s: float = 120.0
+) -> Engine:
     storage = "float32" if kind.whole else None
     options: dict[str, Any] = {
         "slots": SLOTS, "max_context": CONTEXT, "max_resident": RESIDENT, "storage": storage, "stop_tokens": stop_tokens
@@ -76,15 +79,17 @@ def make_engine(name: str, kind: Kind, model: Path, log: Path, stop_tokens: Coll
         return TorchEngine(model, device="cpu", dtype="float32", compile_mode="never", **options)
     from inference.served_engine import ServedEngine
 
-    return ServedEngine(make_server(name, kind, model, log), model, **options)
+    return ServedEngine(make_server(name, kind, model, log), model, stall_timeout_s=stall_timeout_s, **options)
 
 
 class Bed:
     """An engine with what a test does to it. Where policies are whole weights, `updates` has their files; the first of
-    them serves from the beginning."""
+    them serves from the beginning. It keeps files below `memory`."""
 
-    def __init__(self, name: str, kind: Kind, model: ServedModel, engine: Engine, folder: Path) -> None:
-        self.name, self.kind, self.model, self.engine = name, kind, model, engine
+    def __init__(
+        self, name: str, kind: Kind, model: ServedModel, engine: Engine, folder: Path, memory: Path
+    ) -> None:
+        self.name, self.kind, self.model, self.engine, self._memory = name, kind, model, engine, memory
         self._keys: set[tuple[int, int]] = set()
         self._folder, self._ways = folder, 0
         folder.mkdir()
@@ -164,15 +169,19 @@ class Bed:
         for policy in set(self.engine.resident) - {self.engine.serving}:
             self.engine.evict(policy)
 
+    def in_memory(self) -> int:
+        """How many folders it has for a server to load from."""
+        return sum(path.is_dir() for path in self._memory.glob("*/*"))
+
     def uses(self) -> dict[int, int]:
         """How many requests use each resident policy, by version."""
         return {policy.version: uses for policy, uses in self.engine.resident.items()}
 
     def assert_server_idle(self) -> None:
         """What runs behind the engine says so itself, within a few seconds."""
-        signals = getattr(self.engine, "signals", None)
         deadline = time.monotonic() + 10
-        while signals is not None and (now := signals()).running + now.queued > 0:
+        time.sleep(0 if self.name == "torch" else 1)  # what it said last is older than this
+        while (now := getattr(self.engine, "signals", None)) is not None and now.running + now.queued > 0:
             assert time.monotonic() < deadline, now
             time.sleep(0.1)
 
@@ -194,8 +203,8 @@ class Bed:
 class Engines:
     """At most one engine is up; another kind ends it."""
 
-    def __init__(self, name: str, model: ServedModel, folder: Path) -> None:
-        self.name, self.model, self._folder = name, model, folder
+    def __init__(self, name: str, model: ServedModel, folder: Path, memory: Path) -> None:
+        self.name, self.model, self._folder, self._memory = name, model, folder, memory
         self._up: Bed | None = None
         self._started = 0
 
@@ -203,16 +212,18 @@ class Engines:
         if self.name == "torch" and not kind.whole:
             kind = kind._replace(in_flight="finish")  # one engine does all of it
         if self._up is None or self._up.kind != kind:
-            self.close()
-            engine = self.start(kind)
-            self._up = Bed(self.name, kind, self.model, engine, self._folder / f"bed-{self._started}")
+            self._up = self.extra(kind)
         self._up.start_over()
         return self._up
 
-    def start(self, kind: Kind, stop_tokens: Collection[int] = ()) -> Engine:
-        """One that the caller closes, while no other is up."""
+    def extra(self, kind: Kind, **options: Any) -> Bed:
+        """One whose engine the caller closes, while no other is up."""
+        engine = self.start(kind, **options)
+        return Bed(self.name, kind, self.model, engine, self._folder / f"bed-{self._started}", self._memory)
+
+    def start(self, kind: Kind, **options: Any) -> Engine:
         self.close()
-        return make_engine(self.name, kind, self.model.path, self.log(), stop_tokens)
+        return make_engine(self.name, kind, self.model.path, self.log(), **options)
 
     def log(self) -> Path:
         self._started += 1
@@ -240,6 +251,11 @@ def resident_bytes() -> int:
     return total
 
 
-def shared_memory() -> set[str]:
-    """Names of what lies in memory-backed storage."""
-    return {str(path) for path in Path("/dev/shm").iterdir()}
+def unheld_memory() -> set[str]:
+    """What lies in /dev/shm and no living process has mapped or open: what engines that ended have left, or others."""
+    held = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            held |= {line.split()[5] for line in (folder / "maps").read_text().splitlines() if "/dev/shm/" in line}
+            held |= {os.readlink(file) for file in (folder / "fd").iterdir()}
+    return {str(path) for path in Path("/dev/shm").iterdir()} - held

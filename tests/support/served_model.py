@@ -80,8 +80,8 @@ class ServedModel:
 
     @cache  # noqa: B019 (it lives as long as the session)
     def policy(self, version: int) -> tuple[PolicyId, Path]:
-        """A random adapter, the same for the same version; every other one scaled the other way."""
-        return self.write(version, self.tensors(seed=100 + version), self.config(use_rslora=version % 2 == 1))
+        """A random adapter, the same for the same version; of several scales."""
+        return self.write(version, self.tensors(seed=100 + version), self.config(lora_alpha=6 + 2 * (version % 3)))
 
     def peft_folder(self, version: int, name: str = "") -> Path:
         """Version's adapter as peft writes one, in a folder of that name."""
