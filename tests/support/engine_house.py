@@ -236,8 +236,13 @@ class Engines:
 
 
 def children() -> list[psutil.Process]:
-    """Of this process, and theirs."""
-    return psutil.Process().children(recursive=True)
+    """Of this process, and theirs; without Python's own, which keeps an eye on shared memory and ends with us."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def resident_bytes() -> int:
