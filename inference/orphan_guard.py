@@ -5,6 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
+
+LOOK_S = 0.05
+TOLD_S = 60.0  # how long after it begins a process may take to know its parent
 
 
 class OrphanGuard:
@@ -15,19 +19,24 @@ class OrphanGuard:
         self._owner = os.getpid()
 
     def __getstate__(self) -> dict[str, int]:
-        return {"_owner": self._owner}
+        return {"owner": self._owner}
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        self._owner = state["_owner"]
-        parent = multiprocessing.parent_process()
-        if os.getpid() != self._owner and parent is not None:
-            threading.Thread(target=_end_with, args=(parent,), name="orphan-guard", daemon=True).start()
+        self._owner = state["owner"]
+        if os.getpid() != self._owner:
+            threading.Thread(target=_end_with_parent, name="orphan-guard", daemon=True).start()
 
     def compute_hash(self) -> str:
         """The same for all of them: it changes nothing of what is computed (vLLM hashes its configuration)."""
         return "orphan-guard"
 
 
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+def _end_with_parent() -> None:
+    """What a process is spawned with is unpickled before it knows its parent."""
+    deadline = time.monotonic() + TOLD_S
+    while (parent := multiprocessing.parent_process()) is None:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(LOOK_S)
     parent.join()
     os._exit(1)
