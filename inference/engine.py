@@ -92,7 +92,8 @@ class Completion(NamedTuple):
     """What came of a request: tokens int32[m] including the stop token, logprobs float32[m] (natural log), version
     runs over the m tokens; `queued_s` and `sampling_s` in seconds. An aborted one carries what was sampled. All of it
     includes the request's prefix, whose tokens are the first `resumed`. `top`: what was likeliest at each of the m
-    places, where the engine was made to say so."""
+    places, where the engine was made to say so. `routes` int32[prompt + m - 1, layers, experts each]: where each
+    position went in a mixture-of-experts model, by the engine's own numbers, where it was made to tell."""
 
     key: tuple[int, int]
     tokens: npt.NDArray[np.int32]
@@ -103,6 +104,7 @@ class Completion(NamedTuple):
     sampling_s: float
     resumed: int = 0
     top: TopTokens | None = None
+    routes: npt.NDArray[np.int32] | None = None
 
 
 class Installed(NamedTuple):

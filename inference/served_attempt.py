@@ -70,6 +70,7 @@ class Attempt:
     spans: bool = False
     calls: int = 0
     started: float = 0.0
+    routes: npt.NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         prefix = self.request.prefix
@@ -112,6 +113,7 @@ class Attempt:
         self.tokens.extend(piece.tokens)
         self.logprobs.extend(piece.logprobs)
         self.runs = extended(self.runs, more)
+        self.routes = piece.routes  # of the last call, whose prompt is all that came before
 
     def pause(self, now: float) -> None:
         """Its call runs no more; it waits for another."""
@@ -122,7 +124,8 @@ class Attempt:
     def completion(self, finish: Finish, now: float) -> Completion:
         self.queued_s += 0.0 if self.call is not None else now - self.submitted
         self.pause(now)
-        return Completion(self.request.key, *self._sampled(), finish, self.queued_s, self.sampling_s, self.resumed)
+        times = self.queued_s, self.sampling_s
+        return Completion(self.request.key, *self._sampled(), finish, *times, self.resumed, routes=self.routes)
 
     def prefix(self, now: float) -> Prefix | None:
         """All that was sampled of it, None when nothing was."""
