@@ -61,7 +61,7 @@ class Answer:
         self._tokens: list[int] = []  # kept back
         self._logprobs: list[float] = []
         self._seen = 0
-        self.retracted = 0  # how often its KV cache was given up
+        self.retracted = 0  # how often its KV cache was given up, so far
 
     def read(self, event: Mapping[str, Any], stopped: bool) -> Piece:
         """`stopped`: we asked for its end. Raises EngineError when the server refuses, or says what cannot be."""

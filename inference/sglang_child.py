@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,7 +38,8 @@ MAX_LORA_RANK = 64
 SPARE_CONTEXT = 8
 """SGLang keeps a few tokens of its context length for itself, and cuts a request short without a word."""
 ORPHANS_S = 5.0  # how long the others may take to notice that the first process is gone
-TAIL_BYTES = 4096
+TAIL_BYTES = 1 << 15
+ERROR = re.compile(r"(\S+ )?[\w.]*(Error|Exception|error)\b: ")  # how a traceback, or an argument parser, ends
 
 
 def default_flags(
@@ -103,6 +105,7 @@ class Child:
     def __init__(self, python: str, model_path: Path, flags: Mapping[str, Any], key: str, log: Path | None) -> None:
         self._scratch = Scratch()
         self.log = log or self._scratch.path / "server.log"
+        self._log_start = 0  # what is before it is of another server
         self.port = _free_port()
         self._leftovers: set[str] = set()
         try:
@@ -128,10 +131,12 @@ class Child:
         return f"the SGLang server (pid {self.pid}) {how} after {time.monotonic() - self._started:.0f} s"
 
     def log_tail(self) -> str:
-        """Where the log is, and the last line of it."""
+        """Where the log is, and of its end the last error, or else the last line."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(max(self._log_start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            if errors := [line for line in lines if ERROR.match(line)]:
+                return f"{self.log} has: {errors[-1]}"
             if lines:
                 return f"{self.log} ends with: {lines[-1]}"
         return f"{self.log} is empty"
@@ -158,6 +163,7 @@ class Child:
         words = ["-m", "sglang.launch_server", *command_line({**own, **flags})]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._log_start = os.fstat(log).st_size
         try:
             return subprocess.Popen(
                 [python, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *words],
@@ -174,6 +180,7 @@ class Child:
         """Ours, without what names our own packages."""
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # as it would be without TMPDIR
+        kept.setdefault("HF_HUB_OFFLINE", "1")  # what it does not find here, it would look for there
         kept.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         kept["PATH"] = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
         kept |= {"TMPDIR": str(self._scratch.path), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

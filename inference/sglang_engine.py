@@ -134,8 +134,7 @@ class SglangServer:
         await self._ready()
         facts = await self._client.ask("/server_info", timeout_s=CONTROL_S)
         self._version, self._label = str(facts.get("version", "")), str(facts.get("weight_version", ""))
-        if self._endpoint:
-            self._check_endpoint(facts)
+        self._check_flags(facts)
 
     async def load(self, adapter: str, folder: Path) -> None:
         config = msgspec.json.decode((folder / "adapter_config.json").read_bytes())
@@ -177,7 +176,6 @@ class SglangServer:
         check_ids(f"call {call.name}", call.ids, self._model.vocabulary)
         self._check_loaded(call.adapter)
         self._body(call)  # refuses at once
-        answer: Answer | None = None
         flight = self._flights[call.name] = _Flight(call.adapter)
         try:
             await self._open.wait()
@@ -188,7 +186,9 @@ class SglangServer:
                 async with aclosing(aiter(flight.stream)) as events:  # type: ignore[type-var]
                     async for event in events:
                         flight.begun.set()
+                        before = answer.retracted
                         piece = answer.read(event, flight.stopped)
+                        self._retracted += answer.retracted - before
                         yield piece
                         if piece.finish is not None:
                             return
@@ -196,7 +196,6 @@ class SglangServer:
                 raise EngineDied(f"call {call.name}: the answer ends in the middle; {await self._why()}")
             yield Piece((), (), () if self._whole else None, "abort")
         finally:
-            self._retracted += answer.retracted if answer else 0
             flight.ended.set()
             del self._flights[call.name]
 
@@ -312,15 +311,17 @@ class SglangServer:
                 f"adapter {adapter} is not loaded; loaded are {', '.join(sorted(self._adapters)) or 'none'}"
             )
 
-    def _check_endpoint(self, facts: Mapping[str, Any]) -> None:
-        wanted = {"incremental_streaming_output": None, "enable_return_routed_experts": self._routes or None}
-        wanted |= {"enable_lora": not self._whole or None}
-        missing = [name for name, want in wanted.items() if want and not facts.get(name)]
-        if not self._whole and (facts.get("max_loras_per_batch") or 0) <= self._max_adapters:
-            missing.append(f"max_loras_per_batch {self._max_adapters + 1}")
+    def _check_flags(self, facts: Mapping[str, Any]) -> None:
+        """Somebody else may have started it; and flags of the config are the user's."""
+        wanted = ["enable_return_routed_experts"] if self._routes else []
+        wanted += ["disable_overlap_schedule"] if self._whole else ["enable_lora"]
+        missing = ["--" + name.replace("_", "-") for name in wanted if not facts.get(name)]
+        room = facts.get("max_loras_per_batch") or 0
+        if not self._whole and room <= self._max_adapters:
+            missing.append(f"--max-loras-per-batch {self._max_adapters + 1}")
         if missing:
-            flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-            raise EngineError(f"[inference.sglang] endpoint {self._endpoint}: start that server with {flags}")
+            whose = f"endpoint {self._endpoint}" if self._endpoint else "arguments"
+            raise EngineError(f"[inference.sglang] {whose}: the server has to have {', '.join(missing)}")
 
     def _body(self, call: Call) -> dict[str, Any]:
         greedy = call.temperature == 0
