@@ -124,7 +124,7 @@ class SglangServer:
         return self._model.vocabulary
 
     async def start(self) -> None:
-        key = os.environ.get(KEY_VARIABLE, "") if self._endpoint else secrets.token_urlsafe(32)
+        key = os.environ.get(KEY_VARIABLE, "") if self._endpoint else secrets.token_hex(32)
         if self._endpoint:
             url = self._endpoint
         else:
