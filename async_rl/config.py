@@ -78,10 +78,13 @@ class TinyModelConfig(Section, frozen=True, kw_only=True):
     max_steps: PositiveInt = 400
 
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
 class ModelConfig(Section, frozen=True, kw_only=True):
     path: str = ""
     """A directory in Hugging Face layout. Empty with [model.tiny]: the made model's place in the cache."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tiny: TinyModelConfig | None = None
 

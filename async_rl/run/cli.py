@@ -10,15 +10,17 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import msgspec
 from rich.console import Console
 
-from async_rl.config import Config, load_config, shipped_configs
+from async_rl.config import Config, Dtype, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
 from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, dry_run_table, with_keys
 from async_rl.run.directory import LATEST, RUNS, RunDirectory
+from async_rl.run.doctor import doctor, write_files
+from async_rl.run.doctor_report import text
 from async_rl.run.drain import drain
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
@@ -43,6 +45,7 @@ examples:
   async-rl run quickstart                                    a tiny model learns on this machine
   async-rl run quickstart --set run.steps=40 --set run.seed=1
   async-rl run my.toml --dry-run                             check everything, start nothing
+  async-rl doctor quickstart                                 compare each engine with the trainer, before a run
   async-rl status                                            how the newest run here is doing
   async-rl drain node-1                                      take a node out of it; what it began goes on elsewhere
   async-rl report                                            its page of plots
@@ -119,6 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     train = _config_command(commands, "train", _train, "the trainer, in the foreground")
     _pool_options(train)
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
+
+    doctor = _config_command(
+        commands, "doctor", _doctor, "does each engine compute what the trainer does? No run is needed"
+    )
+    dtypes = "in each of these, for example float32,bfloat16 (default: as configured)"
+    doctor.add_argument("--dtypes", type=_dtypes, default=[], metavar="LIST", help=dtypes)
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
+    doctor.add_argument("--markdown", type=Path, metavar="FILE", help="write it as a page")
 
     status = commands.add_parser("status", help="pools, versions, ledger, who waits for whom")
     _place_options(status)
@@ -217,6 +228,21 @@ def _infer(options: argparse.Namespace, _console: Console) -> int:
 
 def _train(options: argparse.Namespace, console: Console) -> int:
     return run_trainer(_config(options), options.out, options.name, options.resume, _flags(options), console)
+
+
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    report = doctor(_config(options), options.dtypes, console)
+    console.print(text(report), highlight=False, markup=False, soft_wrap=True)
+    write_files(report, options.json, options.markdown)
+    return 0 if report.is_well else 1
+
+
+def _dtypes(text: str) -> list[str]:
+    known = get_args(Dtype)
+    dtypes = text.split(",")
+    if unknown := [each for each in dtypes if each not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+    return dtypes
 
 
 def _status(options: argparse.Namespace, console: Console) -> int:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from rich.console import Console
@@ -36,6 +37,11 @@ from async_rl.run.plans import pinned, plan_node, plan_run, plan_services, plan_
 from async_rl.run.report import write_report
 from async_rl.run.view import RunView
 from async_rl.wire.keys import DIALLING
+
+
+class ConfigFolder(Protocol):
+    def write_pool_config(self, name: str, config: Config) -> Path:
+        """Where a process finds the config that it is started with."""
 
 
 def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console) -> int:
@@ -132,7 +138,7 @@ def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Seque
     return code
 
 
-def with_model(config: Config, directory: RunDirectory) -> Config:
+def with_model(config: Config, directory: ConfigFolder) -> Config:
     """The config with the model's path filled in, after the model of [model.tiny] was made if it has to be."""
     path = model_path(config)
     if config.model.path or is_made(path):

@@ -64,13 +64,13 @@ class Delivery:
         sample = Sample(tokens, np.full(30, -3.0, np.float32), mask, np.zeros(30, np.int32), 1.0, 0, 0)
         assert not self.backend.step([sample], 1e-4).skipped
 
-    def judge(self, policy: PolicyId, path: Path) -> Verdict:
+    def judge(self, policy: PolicyId, path: Path, bound: float | None = None) -> Verdict:
         """Load, score, and take off again."""
         installed = self.engine.install(policy, path)
         tokens = probe_tokens(SEED, self.engine.vocabulary_size)
         shown = make_proof(tokens, self.engine.score(policy, tokens), installed.matched_modules)
         self.engine.evict(policy)
-        return self.proofs.judge(policy, shown, self.engine.capabilities.logprob_bound)
+        return self.proofs.judge(policy, shown, bound or self.engine.capabilities.logprob_bound)
 
 
 @pytest.fixture
@@ -96,6 +96,10 @@ def scaled(name: str, each: LowRank) -> LowRank:
     return LowRank(each.a, each.b, each.scale / 8)
 
 
+def doubled(name: str, each: LowRank) -> LowRank:
+    return LowRank(each.a, each.b, each.scale * 2)
+
+
 def base(name: str, each: LowRank) -> LowRank:
     return LowRank(each.a, each.b * 0, each.scale)
 
@@ -119,7 +123,7 @@ def test_what_is_delivered_passes_the_canary_and_every_flip(delivery: Delivery) 
         assert verdict.mismatch.max_dlogp < 1e-4
 
 
-@pytest.mark.parametrize("fault", [scaled, base, rows_reversed])
+@pytest.mark.parametrize("fault", [scaled, doubled, base, rows_reversed])
 def test_the_canary_catches_what_the_first_policies_are_too_small_to_show(
     delivery: Delivery, breaking: Any, fault: Any
 ) -> None:
@@ -175,3 +179,30 @@ def test_other_base_weights_are_caught_at_the_first_canary(delivery: Delivery, m
     other.save_pretrained(tmp_path / "other")
     delivery.engine = TorchEngine(tmp_path / "other", slots=2, max_context=40, max_resident=2)
     assert "differ from the trainer's" in delivery.judge(delivery.canary, delivery.canary_path).cause
+
+
+def test_a_tied_head_that_an_engine_does_not_tie_is_caught_by_the_base_and_the_canary(tmp_path: Path) -> None:
+    """As an engine would that looks for a head of its own and finds none: it has one that was never loaded."""
+    tied = save_qwen3(
+        tmp_path / "tied", std=0.15, tie_word_embeddings=True,
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=96, max_position_embeddings=48,
+    )  # fmt: skip
+    delivery = Delivery(tied, tmp_path)
+    assert delivery.judge(delivery.policy, delivery.path).cause == ""
+    untied = AutoModelForCausalLM.from_pretrained(tied, tie_word_embeddings=False)
+    with torch.no_grad():
+        untied.lm_head.weight.normal_(std=0.15)
+    untied.config.tie_word_embeddings = False
+    untied.save_pretrained(tmp_path / "untied")
+    delivery.engine = TorchEngine(tmp_path / "untied", slots=2, max_context=40, max_resident=2)
+    for policy, path in ((delivery.policy, delivery.path), (delivery.canary, delivery.canary_path)):
+        assert "differ from the trainer's" in delivery.judge(policy, path).cause
+
+
+def test_an_engine_in_bfloat16_is_caught_by_a_bound_that_float32_keeps(delivery: Delivery, model: Path) -> None:
+    for dtype, wrong in (("float32", False), ("bfloat16", True)):
+        delivery.engine = TorchEngine(model, slots=2, max_context=40, max_resident=2, dtype=dtype)
+        for policy, path in ((delivery.canary, delivery.canary_path), (delivery.policy, delivery.path)):
+            cause = delivery.judge(policy, path, bound=1e-4).cause
+            assert ("differ from the trainer's" in cause) == wrong

@@ -194,9 +194,7 @@ class Bed:
     ) -> None:
         """The log-probabilities at these places are those of transformers with peft."""
         sampling = request.sampling
-        expected = self.model.logprobs(
-            version, request.prompt, completion.tokens, sampling.temperature, sampling.top_p
-        )
+        expected = self.model.logprobs(version, request.prompt, completion.tokens, sampling.temperature, sampling.top_p)
         np.testing.assert_allclose(completion.logprobs[places], expected[places], atol=CLOSE, rtol=0)
 
 

@@ -55,10 +55,10 @@ def tiny_lm(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
 
 
 def save_qwen3(folder: Path, std: float | None = None, **sizes: Any) -> Path:
-    """`folder`, with a random model of untied embeddings in it, the same every time; `std` of its matrices, by default
-    the library's."""
+    """`folder`, with a random model in it, of untied embeddings unless `sizes` say so, the same every time; `std` of
+    its matrices, by default the library's."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(tie_word_embeddings=False, **sizes))
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**({"tie_word_embeddings": False} | sizes)))
     if std is not None:
         _spread(model, std)
     model.save_pretrained(folder)
