@@ -115,6 +115,8 @@ class Node:
             self._work()
         except EngineDied as died:
             self._departure.begin(time.monotonic(), 0.0, "its engine died")
+            self._settle()
+            self._read_inbox(0.0)  # leases that were under way go back
             self._send_results()
             self._leave()
             raise NeedsRestart(str(died)) from died
@@ -151,6 +153,9 @@ class Node:
     def _leave(self) -> None:
         """Hand over what is unfinished, and see it arrive: then nobody waits for this node."""
         self._sampled_tokens += self._departure.leave()
+        self._settle()
+
+    def _settle(self) -> None:
         try:
             self._buffer.flush(SETTLE_S)
         except LinkError as lost:
@@ -354,13 +359,9 @@ class Node:
 
     def _reading(self) -> Reading:
         return self._gauges.reading(
-            self._engine,
-            self._sampled_tokens,
-            self._decode_steps,
-            self._busy_s,
-            self._scorer.pending,
+            self._engine, self._sampled_tokens, self._decode_steps, self._busy_s, self._scorer.pending,
             self._serving.recomputed,
-        )
+        )  # fmt: skip
 
 
 def body(context: PoolContext) -> None:
