@@ -20,6 +20,7 @@ MAX_INSTANCES = 1 << 20  # of which the buffer keeps a history; it takes 16 byte
 KINDS = {
     "digit_sort": "async_rl.tasks.digit_sort:DigitSort",
     "reasoning_gym": "async_rl.tasks.gym:ReasoningGym",
+    "gsm8k": "async_rl.tasks.gsm8k:Gsm8k",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import load_config
+from async_rl.config import load_config, shipped_configs
 from async_rl.run.checks import check_model
 from async_rl.run.cli import main
 from async_rl.run.directory import RunDirectory
@@ -27,6 +27,28 @@ def test_a_dry_run_says_what_would_run_and_makes_nothing(capsys: pytest.CaptureF
     for words in ("7 steps", "2 × torch", "32 groups × 8 = 256 attempts", "bound", "0 … 223", "digit_sort"):
         assert words in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_config_would_run_where_its_model_and_data_are(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").touch()
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    config = load_config(name)
+    places = ["--set", "model.path=."] if config.model.path else []
+    if "path" in config.task:
+        places += ["--set", "task.path=."]
+    assert main(["run", name, "--dry-run", *places]) == 0
+    assert name in capsys.readouterr().out
+
+
+def test_a_dry_run_has_a_line_for_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "quickstart-mixed", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for words in ("torch: 1 × torch, 32 slots", "vllm: 1 × vllm, 32 slots", "sglang: 1 × sglang, 16 slots"):
+        assert words in out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Grade-school arithmetic in words (GSM8K, MIT licence), from files of one JSON object a line: question, answer.
+
+The data set's own layout is read as it comes: `train.jsonl` and `test.jsonl` in one folder, whose answers end with
+`#### ` and the number. Training goes through the first, evaluation through the second.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+import msgspec
+
+from async_rl.schema import ConfigError, Section
+from async_rl.tasks.task import Instance, Score, Split
+
+FILES: dict[Split, str] = {"train": "train.jsonl", "eval": "test.jsonl"}
+SOURCE = "https://github.com/openai/grade-school-math, folder grade_school_math/data"
+MARK = "####"
+INSTRUCTION = (
+    f'Think step by step, then write "{MARK}" and the answer as a plain number, on a line of its own at the end.'
+)
+NUMBER = re.compile(r"[-−]?\$?\s*(\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+class Gsm8kConfig(Section, frozen=True, kw_only=True):
+    path: str
+    """The folder that holds train.jsonl and test.jsonl: the same path on every machine of a run."""
+    style: Literal["chat", "plain"] = "chat"
+    """chat: a user message that asks for the answer behind a mark. plain: a question and "Answer:", for base models,
+    which have seen such answers with the mark often enough to write it, or learn to."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    question: str
+    answer: str
+
+
+class Question(NamedTuple):
+    """`solution` is the data set's own, with its number behind the mark."""
+
+    text: str
+    solution: str
+    number: str
+
+
+class Gsm8k:
+    """Reward 1 for the right number behind the last mark, else 0. Component `format` says whether a number stood there
+    at all."""
+
+    Config: ClassVar[type[Section]] = Gsm8kConfig
+
+    def __init__(self, config: Gsm8kConfig) -> None:
+        self._style = config.style
+        folder = Path(config.path).expanduser()
+        self._questions = {split: _questions(folder / name) for split, name in FILES.items()}
+
+    def size(self, split: Split) -> int | None:
+        return len(self._questions[split])
+
+    def instance(self, split: Split, instance: int) -> Instance:
+        question = self._questions[split][instance]
+        if self._style == "plain":
+            return Instance(f"Question: {question.text}\nAnswer:", None, f" {question.solution}", question.number)
+        message = {"role": "user", "content": f"{question.text}\n\n{INSTRUCTION}"}
+        return Instance(None, (message,), question.solution, question.number)
+
+    def score(self, instance: Instance, completion: str) -> Score:
+        said = final_number(completion)
+        return Score(float(said == instance.data), {"format": float(said is not None)})
+
+
+def final_number(text: str) -> str | None:
+    """The number that follows the last mark, in one spelling: without thousands' commas, a currency, a plus sign, or
+    zeros that say nothing. None when there is no mark, or no number right behind it."""
+    _, mark, rest = text.rpartition(MARK)
+    found = NUMBER.match(rest.strip()) if mark else None
+    if found is None:
+        return None
+    whole, _, part = found[1].replace(",", "").partition(".")
+    number = (whole.lstrip("0") or "0") + (f".{part.rstrip('0')}" if part.strip("0") else "")
+    return f"-{number}" if found[0][0] in "-−" and number != "0" else number
+
+
+def _questions(path: Path) -> list[Question]:
+    """Raises ConfigError."""
+    where = f'[task] of kind "gsm8k": {path}'
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be read: {error.strerror}: give the folder of train.jsonl and test.jsonl as `path` "
+            f"(they are at {SOURCE})"
+        ) from error
+    questions = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=Row)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{where}, line {number}: expected an object with question and answer: {error}"
+            ) from error
+        right = final_number(row.answer)
+        if right is None:
+            raise ConfigError(f'{where}, line {number}: the answer does not end with "{MARK}" and a number')
+        questions.append(Question(row.question, row.answer, right))
+    if not questions:
+        raise ConfigError(f"{where}: there is no question in it")
+    return questions
