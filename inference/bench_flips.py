@@ -106,7 +106,8 @@ def measured(config: Config, options: argparse.Namespace, console: Console) -> d
         add_losses(document["cells"][0], arms.pushes, count)
         return document
     except NoStart as refusal:
-        cell = Cell(name, [Arm(QUIET, partial(unmeasured, str(refusal)))], QUIET)
+        console.print(str(refusal), style="dim", highlight=False, markup=False, soft_wrap=True)
+        cell = Cell(name, [Arm(QUIET, partial(unmeasured, refusal.why))], QUIET)
         return run_bench("flips", [cell], METRICS, 1, settings, console)
 
 
@@ -146,7 +147,7 @@ def configured(options: argparse.Namespace) -> Config:
     config = with_group(load_config(options.config, overrides), options.group)
     model = made_model(config, options.config, overrides).resolve()
     inference = msgspec.structs.replace(config.inference, nodes=1, slots=options.requests)
-    if inference.compile == "auto":  # else it would be compiled in the middle
+    if inference.engine == "torch" and inference.compile == "auto":  # else it would be compiled in the middle
         inference = msgspec.structs.replace(inference, compile="never")
     return msgspec.structs.replace(
         config,

@@ -23,7 +23,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-import async_rl
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import interpreter
@@ -40,6 +39,7 @@ from inference.bench_push_processes import end_process, start_store
 LOOK_S = 0.2  # between looks, in a wait, at the processes that it depends on
 START_S = 900.0  # for an engine: one that compiles, or loads a large model
 PUSH_S = 300.0  # for one policy, to its first token
+LOG_LINES = 60  # of the node's log, when it fails
 KEPT_FILES = 3  # of policies that were uploaded
 
 W = TypeVar("W", bound=AnyWord)
@@ -50,7 +50,11 @@ class FlipsError(AsyncRLError):
 
 
 class NoStart(FlipsError):
-    """The engine refused to start so."""
+    """The engine did not start so: why, and the same with the end of the node's log."""
+
+    def __init__(self, why: str, words: str) -> None:
+        super().__init__(words)
+        self.why = why
 
 
 class Push(NamedTuple):
@@ -186,8 +190,14 @@ class FlipsHouse:
             self._check()
             raise FlipsError("the node has hung up") from None
         if isinstance(word, Failed):
-            raise FlipsError(word.error) if self._version >= 0 else NoStart(word.error)
+            raise self._failure(word.error)
         return word
+
+    def _failure(self, error: str) -> FlipsError:
+        """With what the node's log said last, as the folder that it lies in is taken away."""
+        lines = (self._run.logs / "node.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+        words = "\n".join([error, "The node's log ended so:", *lines])
+        return FlipsError(words) if self._version >= 0 else NoStart(error, words)
 
     def _check(self) -> None:
         for name, process in (("store", self._store), ("node", self._node)):
@@ -199,18 +209,18 @@ class FlipsHouse:
 def start_node(config: Config, run: RunDirectory) -> tuple[subprocess.Popen[bytes], Connection]:
     """The node's process, in the interpreter that a node of the config has, and our end of its pipe."""
     parent = os.getpid()
+    python = interpreter(config.inference) if config.inference.engine == "vllm" else ""
     ours, theirs = os.pipe()
     with (run.logs / "node.log").open("wb") as log, _closing(theirs):
         process = subprocess.Popen(
             [
-                interpreter(config.inference) if config.inference.engine == "vllm" else sys.executable,
-                "-P", "-m", "inference.bench_flips_node",
+                python or sys.executable, "-P", "-m", "inference.bench_flips_node",
                 "--config", str(run.config_path), "--dir", str(run.path), "--pipe", str(theirs),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=child_environment() | {"PYTHONPATH": house_path()},
+            env=child_environment(python),
             pass_fds=[theirs],
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent),
@@ -224,9 +234,3 @@ def _closing(descriptor: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def house_path() -> str:
-    """PYTHONPATH with the folder of this very house first: another interpreter may not have it installed."""
-    house = str(Path(async_rl.__file__).resolve().parent.parent)
-    return os.pathsep.join(filter(None, [house, os.environ.get("PYTHONPATH", "")]))

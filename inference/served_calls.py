@@ -54,9 +54,11 @@ class ServerCalls:
         return self._signals
 
     def run(self, work: Coroutine[Any, Any, Result], what: str, within_s: float = CALL_S) -> Result:
-        """Wait for something that the server does. Raises EngineError."""
+        """Wait for something that the server does, and may do instead of sampling. Raises EngineError."""
         try:
-            return self._loop.run(work, within_s, what)
+            result = self._loop.run(work, within_s, what)
+            self._last_news = time.monotonic()
+            return result
         except EngineDied as died:
             self.died = self.died or died
             raise

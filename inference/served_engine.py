@@ -322,6 +322,8 @@ class ServedEngine:
     def step(self) -> list[Completion]:
         if self._calls.died is None:
             self._look()
+            if not self._running:
+                self._calls.check_stall(0)  # it begins now that something is expected, however long nothing was
             self._send()
             self._take_news(STEP_S if self._running and not self._finished else 0.0)
             self._calls.check_stall(len(self._running))
