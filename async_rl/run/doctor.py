@@ -122,9 +122,8 @@ def _ask(
     console.print(f"engine {row.engine}{group.name and f' of {group.name}'}, {row.engine_dtype} …", highlight=False)
     name = f"{group.name or 'engine'}-{dtype}"
     out = folder / f"{name}.json"
-    arguments = ("--config", str(path), "--folder", str(folder), "--out", str(out))
-    if group.name:
-        arguments += ("--group", group.name)
+    own = ("--group", group.name) if group.name else ()
+    arguments = ("--config", str(path), "--folder", str(folder), "--out", str(out), *own)
     elsewhere = interpreter(inference) if lives_elsewhere(inference) else ""
     try:
         check_engines([group])

@@ -241,9 +241,9 @@ def _live_node(node: NodeStatus, newest: int | None) -> NodeState:
         mismatch=node.max_dlogp,
         reason=node.reason,
         bound=node.bound,
-        canary=node.canary and node.canary.max_dlogp,
-        first=node.first and node.first.max_dlogp,
-        first_version=node.first and node.first.version,
+        canary=node.canary.max_dlogp if node.canary else None,
+        first=node.first.max_dlogp if node.first else None,
+        first_version=node.first.version if node.first else None,
     )
 
 
