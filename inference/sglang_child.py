@@ -67,7 +67,7 @@ def default_flags(
     if routes:
         flags["enable-return-routed-experts"] = True
     if device == "cpu":
-        flags |= {"attention-backend": "torch_native", "sampling-backend": "pytorch", "disable-cuda-graph": True}
+        flags |= {"attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags |= {"max-total-tokens": (slots + 1) * (max_context + SPARE_CONTEXT)}
         if not whole:
             flags["lora-backend"] = "torch_native"
@@ -141,9 +141,13 @@ class Child:
                 return f"{self.log} ends with: {lines[-1]}"
         return f"{self.log} is empty"
 
+    def note_files(self) -> None:
+        """To be called when it is ready: of a server that is dead nobody knows which they were."""
+        self._leftovers |= _shared_files(self.pid)
+
     async def close(self) -> None:
         """Asks nothing of the server: a polite end takes it seven seconds and leaves more behind."""
-        self._leftovers |= _shared_files(self.pid)
+        self.note_files()
         self._process.kill()
         deadline = time.monotonic() + ORPHANS_S
         while _group_lives(self.pid) and time.monotonic() < deadline:
@@ -197,13 +201,15 @@ def _free_port() -> int:
         return port
 
 
-def _shared_files(pid: int) -> set[str]:
-    """The server's files in shared memory, which it does not take away when it ends."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {words[5] for line in lines if len(words := line.split()) > 5 and words[5].startswith("/dev/shm/sglang_")}
+def _shared_files(group: int) -> set[str]:
+    """Of the processes of a group: SGLang's files in shared memory, which it does not take away when it ends."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text().splitlines()
+                found |= {name for line in lines if (name := line.split()[-1]).startswith("/dev/shm/sglang_")}
+    return found
 
 
 def _group_lives(group: int) -> bool:

@@ -132,6 +132,8 @@ class SglangServer:
             url = f"http://127.0.0.1:{self._child.port}"
         self._client = Client(url, key, self._why)
         await self._ready()
+        if self._child is not None:
+            self._child.note_files()
         facts = await self._client.ask("/server_info", timeout_s=CONTROL_S)
         self._version, self._label = str(facts.get("version", "")), str(facts.get("weight_version", ""))
         self._check_flags(facts)
