@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tiny_lm import save_qwen3
+from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, InferenceConfig, ModelConfig
 from async_rl.policy.adapter import read_adapter, write_adapter
 from async_rl.proof import LARGEST_BOUND, Proof, compare
 from async_rl.run import parity_files
+from async_rl.run.doctor_report import Row, judged
 from async_rl.run.parity_files import POLICIES, TRAINED, Policies, Trained
 from async_rl.tasks.rendering import render
-from inference import parity
+from inference import adapter_slots, parity
 from inference.parity import first_prompt
 from trainer.parity import measure as train
 from trainer.tiny_model import char_tokenizer
@@ -67,6 +70,40 @@ def test_what_the_engine_refuses_is_told_and_the_other_policy_shown_all_the_same
     assert isinstance(served.canary, str)
     assert "is not the announced" in served.canary
     assert isinstance(served.base, Proof)
+
+
+def row(config: Config, folder: Path) -> Row:
+    """As `async-rl doctor` makes it."""
+    trained = parity_files.read(folder / TRAINED, Trained)
+    empty = Row(group="", engine="torch", trainer_dtype="float32", engine_dtype="float32")
+    return judged(empty, trained, parity.measure(config, folder))
+
+
+def test_an_adapter_at_twice_its_scale_is_told_apart_from_a_wrong_base(
+    config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = adapter_slots.match_adapter
+    monkeypatch.setattr(
+        adapter_slots, "match_adapter",
+        lambda *given: {name: each._replace(scale=2 * each.scale) for name, each in whole(*given).items()},
+    )  # fmt: skip
+    canary, advice = row(config, folder).problems
+    assert canary.startswith("canary: its log-probabilities on the probe differ")
+    assert "alpha / rank" in advice
+
+
+def test_a_head_that_an_engine_does_not_tie_is_a_wrong_base(config: Config, folder: Path, tmp_path: Path) -> None:
+    tied = AutoModelForCausalLM.from_pretrained(config.model.path)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    tied.config.tie_word_embeddings = True
+    (tmp_path / "tied").mkdir()
+    tied.save_pretrained(tmp_path / "tied")
+    of_tied = msgspec.structs.replace(config, model=ModelConfig(path=str(tmp_path / "tied")))
+    train(of_tied, folder)  # and `config` has another head
+    base, canary, advice = row(config, folder).problems
+    assert base.startswith("base: its log-probabilities on the probe differ")
+    assert canary.startswith("canary: ")
+    assert "tied to the embeddings in both or in neither" in advice
 
 
 def problem(config: Config, vocabulary: int = len(TOKENIZER), **task: Any) -> str:
