@@ -14,20 +14,22 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from inference.engine import Capabilities, EngineError
 from inference.proof import LOGPROB_BOUNDS
 from inference.request_checks import check_ids
+from inference.scratch import Scratch
 from inference.server import Call, EngineDied, Piece, Signals
+from inference.sglang_adapters import check_config, missing_modules, write_completed
 from inference.sglang_answers import Answer, Model, read_model
 from inference.sglang_child import Child, default_flags, merge_flags
 from inference.sglang_client import Client, Stream
@@ -100,6 +102,7 @@ class SglangServer:
         self._version = ""
         self._flights: dict[str, _Flight] = {}
         self._adapters: set[str] = set()
+        self._scratch: Scratch | None = None  # of adapters that had to be completed
         self._retracted = 0
         self._open = asyncio.Event()  # not while weights are changed
         self._open.set()
@@ -139,13 +142,17 @@ class SglangServer:
         self._check_flags(facts)
 
     async def load(self, adapter: str, folder: Path) -> None:
-        config = msgspec.json.decode((folder / "adapter_config.json").read_bytes())
-        if config.get("use_rslora"):
-            raise EngineError(
-                f"adapter {adapter}: SGLang scales by alpha / rank whatever use_rslora says: train without"
-            )
-        body = {"lora_name": adapter, "lora_path": str(folder)}
-        await self._control("/load_lora_adapter", body)
+        check_config(adapter, folder)
+        if missing := missing_modules(folder):
+            self._scratch = self._scratch or Scratch()
+            completed = self._scratch.path / adapter
+            write_completed(folder, missing, self._model_path, completed)
+            folder = completed
+        try:
+            await self._control("/load_lora_adapter", {"lora_name": adapter, "lora_path": str(folder)})
+        except EngineError:
+            self._forget(adapter)
+            raise
         self._adapters.add(adapter)
 
     async def unload(self, adapter: str) -> None:
@@ -155,6 +162,7 @@ class SglangServer:
                 raise EngineError(f"adapter {adapter} is used by a call: SGLang would load nothing until that ends")
         self._adapters.discard(adapter)
         await self._control("/unload_lora_adapter", {"lora_name": adapter})
+        self._forget(adapter)
 
     async def swap(self, adapter: str, folder: Path, label: str) -> None:
         raise EngineError(f"adapter {adapter}: SGLang binds a request to an adapter; it cannot go on under another")
@@ -265,6 +273,8 @@ class SglangServer:
         """A server that is somebody else's is left without our adapters."""
         self._closing = True
         async with AsyncExitStack() as last:
+            if self._scratch is not None:
+                last.callback(self._scratch.remove)
             if self._child is not None:
                 last.push_async_callback(self._child.close)
             if self._client is None:
@@ -312,6 +322,10 @@ class SglangServer:
             raise EngineError(
                 f"adapter {adapter} is not loaded; loaded are {', '.join(sorted(self._adapters)) or 'none'}"
             )
+
+    def _forget(self, adapter: str) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch.path / adapter, ignore_errors=True)
 
     def _check_flags(self, facts: Mapping[str, Any]) -> None:
         """Somebody else may have started it; and flags of the config are the user's."""
