@@ -231,17 +231,19 @@ class SglangServer:
             check_ids(f"sequence {number} to be scored", ids, self._model.vocabulary)
         self._check_loaded(adapter)
         await self._open.wait()
-        body = {
-            "input_ids": [ids.tolist() for ids in sequences],
+        told = [ids for ids in sequences if len(ids) > 1]
+        body: dict[str, Any] = {
+            "input_ids": [ids.tolist() for ids in told],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            "extra_key": [uuid.uuid4().hex for _ in sequences],  # shared with nobody
+            "extra_key": [uuid.uuid4().hex for _ in told],  # shared with nobody
         }
         if adapter is not None:
-            body["lora_path"] = [adapter] * len(sequences)
-        answers = await self._connected.ask("/generate", body, timeout_s=WEIGHTS_S)
-        return [_scores(answer["meta_info"], ids) for answer, ids in zip(answers, sequences, strict=True)]
+            body["lora_path"] = [adapter] * len(told)
+        answers = iter(await self._connected.ask("/generate", body, timeout_s=WEIGHTS_S) if told else ())
+        nothing = np.zeros(0, dtype=np.float32)
+        return [_scores(next(answers)["meta_info"], ids) if len(ids) > 1 else nothing for ids in sequences]
 
     async def signals(self) -> Signals:
         answer = await self._connected.ask("/v1/loads?include=core", timeout_s=CHECK_S)
