@@ -387,9 +387,11 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def _scores(meta: Mapping[str, Any], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-    rows = meta["input_token_logprobs"]
-    if [row[1] for row in rows] != ids.tolist() or meta["cached_tokens"]:
+    told = [row[1] for row in meta["input_token_logprobs"]]
+    if told != ids.tolist() or meta["cached_tokens"]:
+        wrong = [place for place, (one, other) in enumerate(zip(told, ids.tolist(), strict=False)) if one != other]
         raise EngineError(
-            f"the SGLang server scored {len(rows)} of {len(ids)} tokens, {meta['cached_tokens']} of them from its cache"
+            f"the SGLang server was to score {len(ids)} tokens: it scored {len(told)}, others at {wrong[:8]}, and took "
+            f"{meta['cached_tokens']} from its cache"
         )
-    return np.array([row[0] for row in rows[1:]], dtype=np.float32)
+    return np.array([row[0] for row in meta["input_token_logprobs"][1:]], dtype=np.float32)
