@@ -28,7 +28,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from async_rl.buffer_config import BufferConfig
-from async_rl.config import Config, check_config, load_config, with_group
+from async_rl.config import Config, ConfigError, check_config, load_config, with_group
 from async_rl.run.bench import (
     Arm,
     Cell,
@@ -105,9 +105,10 @@ def measured(config: Config, options: argparse.Namespace, console: Console) -> d
             document["cells"][0]["describe"] = house.describe
         add_losses(document["cells"][0], arms.pushes, count)
         return document
-    except NoStart as refusal:
+    except (ConfigError, NoStart) as refusal:
         console.print(str(refusal), style="dim", highlight=False, markup=False, soft_wrap=True)
-        cell = Cell(name, [Arm(QUIET, partial(unmeasured, refusal.why))], QUIET)
+        why = refusal.why if isinstance(refusal, NoStart) else str(refusal)
+        cell = Cell(name, [Arm(QUIET, partial(unmeasured, why))], QUIET)
         return run_bench("flips", [cell], METRICS, 1, settings, console)
 
 
@@ -177,7 +178,9 @@ def main(options: argparse.Namespace, console: Console) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = bench_parser("flips", "From a training step to the first token under the new policy.", rounds=10)
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or the name of a shipped config")
+    parser.add_argument(
+        "config", nargs="?", default="quickstart", metavar="CONFIG", help="a TOML file, or the name of a shipped config"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
         help="override a value of the config; may be given several times",
