@@ -293,9 +293,11 @@ class VllmServer:
             return
         if engine.output_handler is not None and not engine.output_processor.has_unfinished_requests():
             engine.output_handler.cancel()  # else it reports the end of the process as an error
+        if self._processes is not None:
+            self._processes.kill()
         await asyncio.to_thread(engine.shutdown, CLOSE_S)
         if self._processes is not None:
-            self._processes.clear()
+            self._processes.remove_files()
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

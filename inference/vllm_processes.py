@@ -7,10 +7,11 @@ import os
 import re
 import signal
 from collections.abc import Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-SHARED = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\S+)$")  # rings of messages, and locks, of Python's own naming
+SHARED = re.compile(r"psm_|sem\.mp-")  # names that Python gives to shared memory, and to locks
 
 
 class EngineProcesses:
@@ -19,16 +20,25 @@ class EngineProcesses:
     def __init__(self, engine: Any) -> None:
         cores = [process.pid for process in engine.engine_core.resources.engine_manager.processes]
         self._pids = sorted({pid for core in cores for pid in _family(core)})
-        self._files = {name for pid in self._pids for name in _shared_files(pid)} - set(_shared_files(os.getpid()))
+        theirs = {file for pid in self._pids for file in _mapped(pid)} - _mapped(os.getpid())
+        self._files = [
+            path for path in Path("/dev/shm").glob("*") if SHARED.match(path.name) and _inode(path) in theirs
+        ]
 
-    def clear(self) -> None:
-        """After vLLM has ended them, or has tried to."""
+    def kill(self) -> None:
+        """A polite end takes them ten seconds, and saves nothing."""
         for pid in self._pids:
-            if _command(pid).startswith("VLLM::"):  # else it is gone, and another has its number
+            if _command(pid).startswith("VLLM::"):  # else it is gone, and another may have its number
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        for name in self._files:
-            Path(name).unlink(missing_ok=True)
+
+    def remove_files(self) -> None:
+        """When they have ended. Python's tracker would do it too, with a warning, but not before this process ends."""
+        for path in self._files:
+            if path.exists():
+                path.unlink()
+                kind, name = ("semaphore", path.name[4:]) if path.name[:4] == "sem." else ("shared_memory", path.name)
+                resource_tracker.unregister(f"/{name}", kind)
 
 
 def _family(pid: int) -> Iterable[int]:
@@ -45,8 +55,16 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _shared_files(pid: int) -> list[str]:
+def _mapped(pid: int) -> set[int]:
+    """The files in shared memory that a process has mapped, by inode: under which name is not always said."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        return [found[1] for line in lines if (found := SHARED.search(line))]
-    return []
+        return {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return set()
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
