@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from async_rl.config import Config, with_group
 from async_rl.errors import AsyncRLError
@@ -13,6 +14,8 @@ from inference.engine import Engine
 from inference.server import Server
 
 Make = Callable[[Config, Path, Path | None], Engine]
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, for which it has room in its kernels
 
 
 def _torch(config: Config, model_path: Path, _log: Path | None) -> Engine:
@@ -52,7 +55,7 @@ def _vllm(config: Config, model_path: Path, _log: Path | None) -> Engine:
         dtype=_dtype(config),
         whole=_storage(config) is not None,
         in_flight=inference.in_flight,
-        arguments=inference.vllm.arguments,
+        arguments=vllm_arguments(config),
     )
     return _served(server, config, model_path)
 
@@ -71,10 +74,27 @@ def _sglang(config: Config, model_path: Path, log: Path | None) -> Engine:
         whole=_storage(config) is not None,
         python=interpreter(inference),
         endpoint=inference.sglang.endpoint,
-        arguments=inference.sglang.arguments,
+        arguments=sglang_arguments(config),
         log=log,
     )
     return _served(server, config, model_path)
+
+
+def vllm_arguments(config: Config) -> dict[str, Any]:
+    """Those of the config; and room for the trainer's adapter and no larger one, since it is computed with in full."""
+    arguments = config.inference.vllm.arguments
+    if config.trainer.kind != "lora":
+        return arguments
+    room = next((rank for rank in VLLM_RANKS if rank >= config.trainer.rank), VLLM_RANKS[-1])
+    return {"max_lora_rank": room} | arguments
+
+
+def sglang_arguments(config: Config) -> dict[str, Any]:
+    """The same of a server that the node starts; one that is there already has its own."""
+    sglang = config.inference.sglang
+    if config.trainer.kind != "lora" or sglang.endpoint:
+        return sglang.arguments
+    return {"max-lora-rank": config.trainer.rank} | sglang.arguments
 
 
 def _served(server: Server, config: Config, model_path: Path) -> Engine:

@@ -1,0 +1,48 @@
+"""From a config to an engine: what is handed on, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, ConfigError, config_from_table
+from async_rl.inference_config import OFFERED
+from inference.engines import ENGINES, make_engine, sglang_arguments, vllm_arguments
+
+
+def made(trainer: dict[str, Any], **inference: Any) -> Config:
+    table = {"model": {"path": "m"}, "task": {"kind": "digit_sort"}, "trainer": trainer, "inference": inference}
+    return config_from_table(table, "test.toml")
+
+
+def test_every_engine_that_a_config_may_name_is_here_with_what_it_offers() -> None:
+    assert ENGINES.keys() == OFFERED.keys()
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (16, 16), (17, 32), (300, 320), (4096, 512)])
+def test_vllm_has_room_for_the_trainers_adapter_in_the_least_of_its_sizes(rank: int, room: int) -> None:
+    assert vllm_arguments(made({"rank": rank}, engine="vllm")) == {"max_lora_rank": room}
+
+
+def test_what_the_config_says_of_the_rank_counts() -> None:
+    given = {"max_lora_rank": 128, "seed": 3}
+    assert vllm_arguments(made({"rank": 8}, engine="vllm", vllm={"arguments": given})) == given
+
+
+def test_sglang_has_room_for_the_trainers_adapter_unless_its_server_is_there_already() -> None:
+    assert sglang_arguments(made({"rank": 24}, engine="sglang")) == {"max-lora-rank": 24}
+    endpoint = {"endpoint": "http://127.0.0.1:30000"}
+    assert sglang_arguments(made({"rank": 24}, engine="sglang", sglang=endpoint)) == {}
+
+
+def test_there_is_no_adapter_where_the_weights_change() -> None:
+    whole = {"kind": "sketch"}
+    assert vllm_arguments(made(whole, engine="vllm", in_flight="continue")) == {}
+    assert sglang_arguments(made(whole, engine="sglang", in_flight="continue")) == {}
+
+
+def test_a_config_with_groups_makes_no_engine_before_one_is_chosen() -> None:
+    with pytest.raises(ConfigError, match="choose one with --group NAME, of a, b"):
+        make_engine(made({}, group=[{"name": "a"}, {"name": "b"}]), Path("m"))
