@@ -242,8 +242,8 @@ class SglangServer:
         if adapter is not None:
             body["lora_path"] = [adapter] * len(told)
         answers = iter(await self._connected.ask("/generate", body, timeout_s=WEIGHTS_S) if told else ())
-        nothing = np.zeros(0, dtype=np.float32)
-        return [_scores(next(answers)["meta_info"], ids) if len(ids) > 1 else nothing for ids in sequences]
+        vocabulary, nothing = self._model.vocabulary, np.zeros(0, dtype=np.float32)
+        return [_scores(next(answers)["meta_info"], ids, vocabulary) if len(ids) > 1 else nothing for ids in sequences]
 
     async def signals(self) -> Signals:
         answer = await self._connected.ask("/v1/loads?include=core", timeout_s=CHECK_S)
@@ -386,12 +386,12 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
         return
 
 
-def _scores(meta: Mapping[str, Any], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+def _scores(meta: Mapping[str, Any], ids: npt.NDArray[np.int32], vocabulary: int) -> npt.NDArray[np.float32]:
     told = [row[1] for row in meta["input_token_logprobs"]]
-    if told != ids.tolist() or meta["cached_tokens"]:
-        wrong = [place for place, (one, other) in enumerate(zip(told, ids.tolist(), strict=False)) if one != other]
+    shown = np.where(ids < vocabulary - 1, ids, 0).tolist()  # it says 0 for the last id, though it scores that
+    if told != shown or meta["cached_tokens"]:
         raise EngineError(
-            f"the SGLang server was to score {len(ids)} tokens: it scored {len(told)}, others at {wrong[:8]}, and took "
-            f"{meta['cached_tokens']} from its cache"
+            f"the SGLang server was to score {len(ids)} tokens: it scored {len(told)}, which are "
+            f"{'those' if told == shown else 'others'}, and took {meta['cached_tokens']} from its cache"
         )
     return np.array([row[0] for row in meta["input_token_logprobs"][1:]], dtype=np.float32)
