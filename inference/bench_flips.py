@@ -8,6 +8,8 @@ trainer also tells the buffer, of which there is none here; and a node has more 
 What a push costs is sampled less: every round has a window without pushes and one with, so many seconds apart, and each
 way of treating requests in flight has its own engine. `tokens/s` counts requests that were done. Sampling lost a push,
 in milliseconds: how much longer the window with pushes was than one without needs for as many tokens, over its pushes.
+`in flight at most` is the engine's own limit, which follows its load (inference.concurrency). vLLM and SGLang hand over
+tokens in pieces, so that of requests which go on under `continue` the first one may have been sampled a little earlier.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ METRICS = (
     Metric("stored_ms", "to stored", "lower"),
     Metric("fetched_ms", "to fetched", "lower"),
     Metric("flipped_ms", "to flipped", "lower"),
+    Metric("limit", "in flight at most", "higher"),
     Metric("lost_ms", "ms of sampling lost a push", "lower"),
 )
 WARM_PUSHES, WARM_S = 3, 3.0  # before anything is measured: caches fill, and requests come out of step
@@ -68,7 +71,7 @@ class FlipArms:
     def quiet(self) -> Measures:
         start = time.monotonic()
         self._house.rest(self._count * self._interval_s)
-        return {"tokens_per_s": self._house.rate(start, time.monotonic())}
+        return self._house.sampled(start, time.monotonic())
 
     def pushing(self) -> Measures:
         """A push that takes longer than the interval is followed by the next at once."""
@@ -80,7 +83,7 @@ class FlipArms:
         self.pushes += pushes
         columns = dict(zip(Push._fields, zip(*pushes, strict=True), strict=True))
         return {
-            "tokens_per_s": self._house.rate(start, end),
+            **self._house.sampled(start, end),
             "window_s": end - start,
             **{key: median(values) for key, values in columns.items()},
         }

@@ -129,12 +129,14 @@ class FlipsHouse:
             self._listen(min(left, LOOK_S))
             self._check()
 
-    def rate(self, start: float, end: float) -> float:
-        """Tokens a second, of requests that were done between two times of the monotonic clock."""
+    def sampled(self, start: float, end: float) -> dict[str, float]:
+        """Between two times of the monotonic clock: tokens a second, of requests that were done, and the mean of how
+        many requests the engine would have had in flight."""
         self.rest(2 * LOOK_S)  # what was done by then is told by now
-        told = self._sampled or [Sampled(0.0, 0)]
+        told = self._sampled or [Sampled(0.0, 0, 0)]
         first, last = np.interp([start, end], [word.at for word in told], [word.tokens for word in told])
-        return float(last - first) / (end - start)
+        limits = [word.limit for word in told if start <= word.at <= end] or [told[-1].limit]
+        return {"tokens_per_s": float(last - first) / (end - start), "limit": float(np.mean(limits))}
 
     # --- what comes --------------------------------------------------------------------------------------------------
 

@@ -63,10 +63,11 @@ class Flip(Word, array_like=True, tag=True):
 
 
 class Sampled(Word, array_like=True, tag=True):
-    """`tokens` in all, of requests that were done at `at`."""
+    """`tokens` in all, of requests that were done at `at`; `limit` is the engine's own."""
 
     at: float
     tokens: int
+    limit: int
 
 
 class Failed(Word, array_like=True, tag=True):
@@ -93,7 +94,7 @@ class FlipNode:
         self._ahead = inference.slots + max(GROUP, inference.slots // 4)  # see inference.node
         self._fetched: dict[PolicyId, float] = {}
         self._flipped: dict[PolicyId, float] = {}  # that have sampled nothing yet
-        self._tokens, self._told = 0, Sampled(0.0, 0)
+        self._tokens, self._told = 0, Sampled(0.0, 0, 0)
 
     def work(self) -> None:
         while True:
@@ -137,7 +138,7 @@ class FlipNode:
                 self._say(Flip(policy.version, self._fetched.pop(policy), flipped, first))
         now = time.monotonic()
         if self._tokens > self._told.tokens and now - self._told.at > TELL_S:
-            self._told = Sampled(now, self._tokens)
+            self._told = Sampled(now, self._tokens, self._engine.limit)
             self._say(self._told)
 
     def _say(self, word: AnyWord) -> None:
