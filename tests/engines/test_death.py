@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import psutil
 import pytest
 from engine_house import ADAPTERS, LONG, Bed, Engines, children, unheld_memory
 from served_model import VOCABULARY
 
 from inference.engine import Prefix, Request
-from inference.server import EngineDied
 
 pytestmark = pytest.mark.needs("process")
 LENGTHS = (5, 130, 300)
-NOTICED_S, STALL_S = 60.0, 8.0
-
-
-def died(bed: Bed) -> str:
-    """What `step` says of it in the end."""
-    deadline = time.monotonic() + NOTICED_S
-    while time.monotonic() < deadline:
-        try:
-            bed.engine.step()
-        except EngineDied as error:
-            return str(error)
-    raise AssertionError(f"{NOTICED_S} s later it has not been noticed")
+STALL_S = 8.0
 
 
 def take_over(bed: Bed, requests: list[Request]) -> list[Request]:
@@ -58,7 +44,7 @@ def test_an_engine_that_is_killed_or_stands_still_gives_up_what_it_began_and_a_n
     requests = [first.model.request(i, length=length, new=LONG) for i, length in enumerate(LENGTHS)]
     first.begin(requests)
     max(processes, key=lambda process: process.memory_info().rss).kill()
-    assert engines.name in died(first).lower()
+    assert engines.name in first.death().lower()
     requests = take_over(first, requests)
     first.engine.close()
     assert_nothing_is_left(processes, in_memory)
@@ -80,7 +66,7 @@ def test_an_engine_that_is_killed_or_stands_still_gives_up_what_it_began_and_a_n
     second.begin(requests, steps=0)
     stopped = max(processes, key=lambda process: process.memory_info().rss)
     stopped.suspend()
-    assert "engine_timeout" in died(second)
+    assert "engine_timeout" in second.death()
     take_over(second, requests)
     second.engine.close()
     assert_nothing_is_left(processes, in_memory)

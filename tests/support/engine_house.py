@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 from served_model import ServedModel
 from sketched_policies import File, SketchedPolicies
 
 from async_rl.version import PolicyId, VersionRun
 from inference.engine import Completion, Engine, InFlight, Request
-from inference.server import Server
+from inference.server import Call, EngineDied, Piece, Server
 from inference.torch_engine import TorchEngine
 
 SLOTS, CONTEXT, RESIDENT = 8, 512, 3
@@ -91,7 +94,7 @@ class Bed:
     ) -> None:
         self.name, self.kind, self.model, self.engine, self._memory = name, kind, model, engine, memory
         self._keys: set[tuple[int, int]] = set()
-        self._folder, self._ways = folder, 0
+        self._folder, self._ways, self._calls = folder, 0, 0
         folder.mkdir()
         if kind.whole:
             self.updates = SketchedPolicies(model.path, folder, size=0.2)
@@ -154,6 +157,16 @@ class Bed:
         self.submit(requests)
         return self.finish()
 
+    def death(self) -> str:
+        """What `step` says of the engine's end, which is near."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                self.engine.step()
+            except EngineDied as error:
+                return str(error)
+        raise AssertionError("a minute later it has not been noticed")
+
     def start_over(self) -> None:
         """As before the first test: version 0 serves, alone; or, of whole weights, the last one."""
         for key in self._keys:
@@ -168,6 +181,46 @@ class Bed:
     def _evict_all_but_serving(self) -> None:
         for policy in set(self.engine.resident) - {self.engine.serving}:
             self.engine.evict(policy)
+
+    # --- past the engine, to its server ------------------------------------------------------------------------------
+
+    @property
+    def server(self) -> Any:
+        return self.engine._server  # type: ignore[attr-defined]
+
+    def ask(self, work: Coroutine[Any, Any, Any], within_s: float = 60.0) -> Any:
+        return self.engine._calls.run(work, "what a test asks", within_s)  # type: ignore[attr-defined]
+
+    def call(self, ids: npt.NDArray[np.int32], adapter: str | None, cache_key: str, most: int = 8) -> Call:
+        self._calls += 1
+        return Call(f"test-{self._calls}", ids, most, 1.0, 1.0, self._calls, (), adapter, cache_key)
+
+    def sample(self, call: Call) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Tokens and log-probabilities, as the server says them."""
+        sampled = self.ask(self._pieces(call))
+        tokens = [token for piece in sampled for token in piece.tokens]
+        logprobs = [logprob for piece in sampled for logprob in piece.logprobs]
+        return np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32)
+
+    async def _pieces(self, call: Call) -> list[Piece]:
+        return [piece async for piece in self.server.generate(call)]
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return self.engine._calls._loop.start(work)  # type: ignore[attr-defined]
+
+    def begin_call(self, call: Call) -> Future[Any]:
+        """Goes on until it has a token, and further."""
+        begun = threading.Event()
+
+        async def pieces() -> None:
+            async for _ in self.server.generate(call):
+                begun.set()
+
+        running = self.start(pieces())
+        assert begun.wait(60.0)
+        return running
+
+    # --- what it should be -------------------------------------------------------------------------------------------
 
     def in_memory(self) -> int:
         """How many folders it has for a server to load from."""
