@@ -3,6 +3,8 @@
 # make test-slow    the tests that build compiled code or run every benchmark
 # make test-sample  one short form of each kind of fault, with real processes
 # make test-faults  kills, cuts, losses and freezes, for minutes; writes docs/faults.txt
+# make engines       environments of vLLM and SGLang for CPUs, outside this clone; .engines/ leads there
+# make test-engines  set up, then the tests of engines with each of the three
 # make lint    ruff and mypy
 # make wheel-test    the built wheel, installed elsewhere, among modules with our packages' names
 # make clean   what was built; .venv and runs stay
@@ -15,7 +17,7 @@ READY := $(VENV)/.ready
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-sample test-faults setup lint wheel-test clean
+.PHONY: run test test-slow test-sample test-faults engines test-engines setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
@@ -31,6 +33,14 @@ test-slow: setup
 
 test-faults: setup
 	bash -o pipefail -c '$(BIN)/python -m pytest -m faults -rP --durations=0 $(ARGS) 2>&1 | tee docs/faults.txt'
+
+engines:
+	$(PYTHON) .ci/engines.py
+
+test-engines: setup engines
+	$(BIN)/python -P -m pytest tests/engines $(ARGS)
+	PYTHONPATH=$(CURDIR) PYTHONSAFEPATH=1 .engines/vllm/bin/python -m pytest tests/engines --engine vllm $(ARGS)
+	ASYNC_RL_SGLANG_PYTHON=$(CURDIR)/.engines/sglang/bin/python $(BIN)/python -P -m pytest tests/engines --engine sglang $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
