@@ -39,7 +39,7 @@ class PieceMaker:
         starts = self._starts(part) if self._spans else ()
         if finish is None and (not self._tokens or starts is None):
             return None
-        labels = _runs(starts, self._sent, self._sent + len(self._tokens)) if starts else None
+        labels = runs_between(starts, self._sent, self._sent + len(self._tokens)) if starts else None
         piece = Piece(self._tokens, self._logprobs, labels, finish)
         self._sent += len(self._tokens)
         self._tokens, self._logprobs = [], []
@@ -59,7 +59,7 @@ class PieceMaker:
         return None
 
 
-def _runs(starts: Starts, begin: int, end: int) -> list[tuple[str, int]]:
+def runs_between(starts: Starts, begin: int, end: int) -> list[tuple[str, int]]:
     """Of the tokens from `begin` to `end` of a request: (label, count), where labels start at tokens."""
     ends = [start for _, start in starts[1:]] + [end]
     cut = [(label, min(stop, end) - max(start, begin)) for (label, start), stop in zip(starts, ends, strict=True)]
