@@ -33,7 +33,7 @@ LAUNCH = (  # asks to be killed when its parent's thread ends (PR_SET_PDEATHSIG,
     "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
 )
 OURS = frozenset({"config", "model-path", "host", "port", "api-key", "admin-api-key"})
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION, FEED_FORWARD = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 MAX_LORA_RANK = 64
 SPARE_CONTEXT = 8
 """SGLang keeps a few tokens of its context length for itself, and cuts a request short without a word."""
@@ -43,9 +43,18 @@ ERROR = re.compile(r"(\S+ )?[\w.]*(Error|Exception|error)\b: ")  # how a traceba
 
 
 def default_flags(
-    *, slots: int, max_context: int, max_adapters: int, device: str, dtype: str, whole: bool, routes: bool
+    *,
+    slots: int,
+    max_context: int,
+    max_adapters: int,
+    device: str,
+    dtype: str,
+    whole: bool,
+    experts: bool,
+    routes: bool,
 ) -> dict[str, Any]:
-    """The server's flags by name, without dashes: True is a flag without a value. `device` is cpu or cuda."""
+    """The server's flags by name, without dashes: True is a flag without a value. `device` is cpu or cuda;
+    `experts`: the model has some."""
     flags: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -63,7 +72,8 @@ def default_flags(
     else:
         # A batch with requests of the bare model takes one of these places for it.
         flags |= {"enable-lora": True, "max-loras-per-batch": max_adapters + 1, "max-lora-rank": MAX_LORA_RANK}
-        flags["lora-target-modules"] = list(LORA_TARGETS)
+        # With adapters of experts it has no code for a CPU, and ends at the first request.
+        flags["lora-target-modules"] = ATTENTION + ([] if device == "cpu" and experts else FEED_FORWARD)
     if routes:
         flags["enable-return-routed-experts"] = True
     if device == "cpu":

@@ -89,7 +89,7 @@ class SglangServer:
         device = _device() if device == "auto" else device
         defaults = default_flags(
             slots=slots, max_context=max_context, max_adapters=max_adapters, device=device, dtype=dtype,
-            whole=whole, routes=routes,
+            whole=whole, experts=self._model.experts_each > 0, routes=routes,
         )  # fmt: skip
         self._flags = merge_flags(defaults, arguments)
         self._python, self._log = python, log
