@@ -38,6 +38,7 @@ MAX_LORA_RANK = 64
 SPARE_CONTEXT = 8
 """SGLang keeps a few tokens of its context length for itself, and cuts a request short without a word."""
 ORPHANS_S = 5.0  # how long the others may take to notice that the first process is gone
+SHARED = ("/dev/shm/sglang_", "/dev/shm/sem.mp-")  # the latter are Python's, whose own tracker it kills when it dies
 TAIL_BYTES = 1 << 15
 ERROR = re.compile(r"(\S+ )?[\w.]*(Error|Exception|error)\b: ")  # how a traceback, or an argument parser, ends
 
@@ -212,13 +213,13 @@ def _free_port() -> int:
 
 
 def _shared_files(group: int) -> set[str]:
-    """Of the processes of a group: SGLang's files in shared memory, which it does not take away when it ends."""
+    """Of the processes of a group: their files in shared memory, which SGLang does not take away when it ends."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if os.getpgid(int(process.name)) == group:
                 lines = (process / "maps").read_text().splitlines()
-                found |= {name for line in lines if (name := line.split()[-1]).startswith("/dev/shm/sglang_")}
+                found |= {name for line in lines if (name := line.split()[-1]).startswith(SHARED)}
     return found
 
 
