@@ -188,7 +188,7 @@ class Bed:
     def server(self) -> Any:
         return self.engine._server  # type: ignore[attr-defined]
 
-    def ask(self, work: Coroutine[Any, Any, Any], within_s: float = 60.0) -> Any:
+    def ask(self, work: Coroutine[Any, Any, Any], within_s: float = 120.0) -> Any:
         return self.engine._calls.run(work, "what a test asks", within_s)  # type: ignore[attr-defined]
 
     def call(self, ids: npt.NDArray[np.int32], adapter: str | None, cache_key: str, most: int = 8) -> Call:
