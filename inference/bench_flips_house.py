@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ from inference.bench_push_processes import end_process, start_store
 LOOK_S = 0.2  # between looks, in a wait, at the processes that it depends on
 START_S = 900.0  # for an engine: one that compiles, or loads a large model
 PUSH_S = 300.0  # for one policy, to its first token
+END_S = 30.0
 LOG_LINES = 60  # of the node's log, when it fails
 KEPT_FILES = 3  # of policies that were uploaded
 
@@ -87,7 +88,7 @@ class FlipsHouse:
             self._store = start_store(self._run)
             exits.callback(end_process, self._store)
             self._node, self._pipe = start_node(self._config, self._run)
-            exits.callback(end_process, self._node)
+            exits.callback(end_node, self._node)
             exits.callback(self._pipe.close)
             self._link = Client(
                 self._run.store_endpoint, run=self._run.run_id, token=self._run.token, role="trainer", name="trainer",
@@ -228,6 +229,14 @@ def start_node(config: Config, run: RunDirectory) -> tuple[subprocess.Popen[byte
             preexec_fn=lambda: die_with_parent(parent),
         )  # fmt: skip
     return process, Connection(ours, writable=False)
+
+
+def end_node(process: subprocess.Popen[bytes]) -> None:
+    """An engine may take a while to end its own processes, and gets it."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    end_process(process)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ BACK_OFF, GROWTH = 7 / 8, 1 / 8
 BACK_OFF_PREEMPTED = 3 / 4  # of what ran: the cache was full, and is to be between LOW and HIGH
 FEW_PREEMPTED = 1 / 8  # of the limit, in a generation: that many cost less than decoding fewer at a time
 FULL_SHARE = 7 / 8  # of the limit in flight: with less it is leases that are few, and a larger limit would be untried
-QUEUE_SHARE = 1 / 8  # of those in flight: what has just come is queued for a step, and need not be a sign
+QUEUE_SHARE = 1 / 4  # of those in flight: what has just come, or comes again after a flip, is queued for a step or two
 STALE_S = 10.0  # between two signals: what happened in a longer time is not the doing of the limit by now
 
 

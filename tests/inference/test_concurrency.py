@@ -140,7 +140,7 @@ def test_a_queue_counts_when_it_stays_and_the_limit_does_not_fall_below_what_run
     assert generation(limit, 0.3) == 64
     seen = [generation(limit, 0.3, queued=max(0, limit.limit - 32)) for _ in range(12)]
     assert seen[:3] == [56, 49, 42]
-    assert 32 <= seen[-1] <= 36
+    assert 32 <= seen[-1] <= 42
     fresh = [(Signals(0.3, 64 - queued, queued, 0), 64, 8 * n) for n, queued in enumerate((32, 0, 0, 0, 0, 0, 0, 0, 0))]
     assert set(limit_of(ConcurrencyLimit(64), fresh)) == {64}
 
