@@ -46,9 +46,7 @@ class Client:
                 if response.status != 200:
                     raise EngineError(_refusal(path, response.status, text))
         except TimeoutError as error:
-            raise EngineDied(
-                f"{self.url}{path} did not answer within {timeout_s:.0f} s; {await self._why()}"
-            ) from error
+            raise EngineDied(f"{self.url}{path} did not answer within {timeout_s:g} s; {await self._why()}") from error
         except BROKEN as error:
             raise await self._died(path, error) from error
         try:
