@@ -2,7 +2,8 @@
 
 A fingerprint maps each part to a short hash, so that a refusal can name the part and both values. Paths, devices,
 dtypes, slots and steps may differ between machines. Of the weights the safetensors *headers* are hashed (names,
-shapes, offsets): reading 100 GB at every start would cost minutes.
+shapes, offsets): reading 100 GB at every start would cost minutes. `path` in [task] is a path too: that the data there
+are the same is for who copies them to see.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
         "weights": _hash(*(_safetensors_header(path) for path in weights)),
         "tokenizer": _hash(*(path.read_bytes() for path in tokenizer)),
         "chat template": _hash(template.read_bytes() if template.is_file() else b""),
-        "[task]": _hash(_canonical(config.task)),
+        "[task]": _hash(_canonical({key: value for key, value in config.task.items() if key != "path"})),
         "[algorithm]": _hash(_canonical(_what_trains(config.algorithm))),
         "group size": str(config.buffer.group_size),
         # The shapes of what nodes compute, where these decide the last bits.

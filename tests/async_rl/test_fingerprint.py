@@ -49,6 +49,7 @@ def test_the_same_model_in_another_place_under_other_settings_of_the_machine_is_
         model={"path": "elsewhere", "device": "cpu", "dtype": "bfloat16"},
         inference={"slots": 3, "nodes": 9, "dtype": "float16"},
         trainer={"learning_rate": 1.0, "rank": 2},
+        task={"path": "elsewhere"},
     )
     assert fingerprint(other, elsewhere) == reference
     assert difference(reference, fingerprint(other, elsewhere)) == ""
