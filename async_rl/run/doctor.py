@@ -22,7 +22,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.inference_config import NodeGroup, interpreter, lives_elsewhere, node_groups
 from async_rl.run import parity_files
 from async_rl.run.checks import check_engines, check_installed, check_model, check_task
-from async_rl.run.doctor_report import Report, Row, judged, page
+from async_rl.run.doctor_report import Report, Row, judged, name_of, page
 from async_rl.run.launch import LaunchError, Pools, ProcessSpec
 from async_rl.run.local import with_model
 from async_rl.run.parity_files import Served, Trained
@@ -70,17 +70,20 @@ def doctor(config: Config, dtypes: Sequence[str], console: Console) -> Report:
     check_installed(["trainer"])
     check_task(config)
     check_model(config)
-    named, rows = config.model.path, list[Row]()
+    named, rows, versions = config.model.path, list[Row](), dict[str, str]()
     with Workshop() as shop:
         config = with_model(config, shop)
         for each in [in_dtype(config, dtype) for dtype in dtypes] or [config]:
-            rows += _compare(each, shop, console)
+            trained, found = _compare(each, shop, console)
+            rows += found
+            versions |= trained.versions
     return Report(
         name=config.run.name,
         model=named or "made on the spot ([model.tiny])",
         task=", ".join(f"{key} = {value}" for key, value in config.task.items()),
         kind=config.trainer.kind,
         seed=config.run.seed,
+        versions=versions,
         rows=tuple(rows),
     )
 
@@ -97,7 +100,7 @@ def in_dtype(config: Config, dtype: str) -> Config:
     return changed
 
 
-def _compare(config: Config, shop: Workshop, console: Console) -> list[Row]:
+def _compare(config: Config, shop: Workshop, console: Console) -> tuple[Trained, list[Row]]:
     dtype = config.model.dtype
     folder = shop.path / dtype
     folder.mkdir()
@@ -106,7 +109,8 @@ def _compare(config: Config, shop: Workshop, console: Console) -> list[Row]:
     arguments = ("--config", str(path), "--folder", str(folder))
     shop.run(ProcessSpec(f"trainer-{dtype}", "trainer.parity", arguments, ends_run=True), config)
     trained = parity_files.read(folder / parity_files.TRAINED, Trained)
-    return [_ask(group, config, path, folder, trained, shop, console) for group in node_groups(config.inference)]
+    groups = node_groups(config.inference)
+    return trained, [_ask(group, config, path, folder, trained, shop, console) for group in groups]
 
 
 def _ask(
@@ -119,7 +123,7 @@ def _ask(
         group=group.name, engine=inference.engine, trainer_dtype=dtype,
         engine_dtype=dtype if inference.dtype == "auto" else inference.dtype,
     )  # fmt: skip
-    console.print(f"engine {row.engine}{group.name and f' of {group.name}'}, {row.engine_dtype} …", highlight=False)
+    console.print(f"engine {name_of(row)}, {row.engine_dtype} …", highlight=False)
     name = f"{group.name or 'engine'}-{dtype}"
     out = folder / f"{name}.json"
     own = ("--group", group.name) if group.name else ()

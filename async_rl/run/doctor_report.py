@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -41,13 +41,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`model` and `task` in words; `kind`: [trainer] kind."""
+    """`model` and `task` in words; `kind`: [trainer] kind; `versions`: of the trainer's packages."""
 
     name: str
     model: str
     task: str
     kind: str
     seed: int
+    versions: dict[str, str]
     rows: tuple[Row, ...]
 
     @property
@@ -68,7 +69,7 @@ def judged(row: Row, trained: Trained, served: Served) -> Row:
     return msgspec.structs.replace(
         row, bound=bound, base=base, canary=canary, has_canary=trained.canary is not None,
         prompt_tokens=served.prompt_tokens, problems=tuple(each for each in found if each),
-        versions=trained.versions | served.versions,
+        versions=served.versions,
     )  # fmt: skip
 
 
@@ -108,11 +109,12 @@ def cells(row: Row) -> tuple[str, ...]:
     bound = NONE if row.bound is None else f"{row.bound:g}"
     verdict = "agrees" if not row.problems else "WRONG" if row.bound is not None else "FAILED"
     dtypes = (row.trainer_dtype, row.engine_dtype)
-    return (_name(row), *dtypes, *_numbers(row.base), *canary, bound, verdict)
+    return (name_of(row), *dtypes, *_numbers(row.base), *canary, bound, verdict)
 
 
-def _name(row: Row) -> str:
-    return f"{row.group} ({row.engine})" if row.group else row.engine
+def name_of(row: Row) -> str:
+    """The engine, and the group where that is called otherwise."""
+    return f"{row.group} ({row.engine})" if row.group not in ("", row.engine) else row.engine
 
 
 def _numbers(measure: Measure | None) -> tuple[str, str]:
@@ -123,7 +125,7 @@ def problem_lines(rows: Sequence[Row]) -> Iterator[str]:
     """What is wrong with each engine, a line each."""
     for row in rows:
         for problem in row.problems:
-            yield f"{_name(row)}, {row.engine_dtype}: {problem}"
+            yield f"{name_of(row)}, {row.engine_dtype}: {problem}"
 
 
 def text(report: Report) -> str:
@@ -162,6 +164,7 @@ def page(report: Report) -> str:
         *([] if report.is_well else [""]),
         "Packages:",
         "",
+        f"- trainer: {_versions(report.versions)}",
         *_packages(report.rows),
         "",
     ]
@@ -169,11 +172,15 @@ def page(report: Report) -> str:
 
 
 def _packages(rows: Sequence[Row]) -> Iterator[str]:
-    seen = {}
-    for row in rows:
-        words = ", ".join(f"{name} {version}" for name, version in sorted(row.versions.items()))
-        seen[row.engine] = words or "could not be asked"
-    yield from (f"- {engine}: {words}" for engine, words in seen.items())
+    for engine in dict.fromkeys(row.engine for row in rows):
+        known: dict[str, str] = {}
+        for row in rows:
+            known |= row.versions if row.engine == engine else {}
+        yield f"- {engine}: {_versions(known) or 'could not be asked'}"
+
+
+def _versions(packages: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

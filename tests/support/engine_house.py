@@ -89,9 +89,7 @@ class Bed:
     """An engine with what a test does to it. Where policies are whole weights, `updates` has their files; the first of
     them serves from the beginning. It keeps files below `memory`."""
 
-    def __init__(
-        self, name: str, kind: Kind, model: ServedModel, engine: Engine, folder: Path, memory: Path
-    ) -> None:
+    def __init__(self, name: str, kind: Kind, model: ServedModel, engine: Engine, folder: Path, memory: Path) -> None:
         self.name, self.kind, self.model, self.engine, self._memory = name, kind, model, engine, memory
         self._keys: set[tuple[int, int]] = set()
         self._folder, self._ways, self._calls = folder, 0, 0
