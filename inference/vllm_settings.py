@@ -11,6 +11,7 @@ from inference.engine import EngineError
 
 RANK = 64  # of the largest adapter, unless configured; vLLM computes as if every one had this
 SCORING = 8  # requests beside those that sample: a served policy is scored while all slots are taken
+STEP = 2048  # tokens that are read in one step on a CPU, if the contexts are not longer
 BLOCK = 128  # tokens; the largest unit in which vLLM deals out its KV cache
 PIECE = 8  # tokens that come at once of a request, so that the loop is not woken for each
 
@@ -29,7 +30,7 @@ def engine_arguments(
         raise EngineError(f"[inference.vllm] arguments: {', '.join(taken)} is set by the node itself; leave it out")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     # One more than the contexts, as a sequence is scored by a request that samples one token after it.
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(model_path),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -52,8 +53,12 @@ def engine_arguments(
             "worker_extension_cls": "inference.vllm_worker.WorkerExtension",
         }
     if device == "cpu":
+        # A prompt is read in one step: a request with a seed that is stopped in its prompt ends vLLM's worker, which
+        # turns back the random numbers in a way that they have on a GPU alone.
         settings |= {
             "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(STEP, settings["max_model_len"]),
             "kv_cache_memory_bytes": _kv_bytes(config, slots + SCORING, max_context, dtype),
         }
     return settings | dict(arguments)
