@@ -94,8 +94,7 @@ def test_to_unload_what_a_request_uses_holds_up_every_later_load(adapters: Bed) 
     assert ended(loading)
     assert not running.done()
     adapters.ask(adapters.server.abort(call.name))
-    concurrent.futures.wait([unloading], 30.0)
-    adapters.ask(adapters.server.unload("late"))
+    unloading.result(30.0)
     adapters.ask(adapters.server.unload("later"))
 
 
