@@ -18,7 +18,8 @@ class EngineProcesses:
     """To be made when the engine is up: of processes that have died nobody knows what they had."""
 
     def __init__(self, engine: Any) -> None:
-        cores = [process.pid for process in engine.engine_core.resources.engine_manager.processes]
+        manager = engine.engine_core.resources.engine_manager
+        cores = [process.pid for process in getattr(manager, "processes", ())]  # none of its own on a Ray cluster
         self._pids = sorted({pid for core in cores for pid in _family(core)})
         theirs = {file for pid in self._pids for file in _mapped(pid)} - _mapped(os.getpid())
         self._files = [
