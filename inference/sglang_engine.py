@@ -156,6 +156,8 @@ class SglangServer:
         self._adapters.add(adapter)
 
     async def unload(self, adapter: str) -> None:
+        if adapter not in self._adapters:
+            return
         for flight in [flight for flight in self._flights.values() if flight.adapter == adapter]:
             await _wait(flight.ended, LAST_CALL_S)
             if not flight.ended.is_set():
