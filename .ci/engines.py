@@ -1,8 +1,9 @@
 """Builds the environments of vLLM and SGLang that `make test-engines` uses, once for all clones of this machine.
 
 They lie in $ASYNC_RL_ENGINES (default ~/.cache/async-rl/engines) as NAME-HASH, the hash being of all that decides
-what is in them; .engines/NAME leads there. A built one has a file .ready in it; one without is a build that broke off,
-and is taken away by the next. Those with other hashes are taken away when a new one is ready.
+what is in them; .engines/NAME leads there. A built one has a file .ready in it, as old as its last use; one without is a
+build that broke off, and is taken away by the next. When a new one is ready, those with other hashes that no clone has
+used for two weeks are taken away.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = (3, 11)  # what the listed versions were tried with; some have wheels for no other
+KEPT_S = 14 * 86400.0  # another clone, or another branch of this one, may come back for it
 
 
 class Environment(NamedTuple):
@@ -64,10 +68,29 @@ def built(environment: Environment, cache: Path) -> Path:
     with locked(cache / f"{environment.name}.lock"):
         if not (folder / ".ready").exists():
             build(environment, folder)
-            for other in cache.glob(f"{environment.name}-*"):
-                if other != folder:
-                    shutil.rmtree(other)
+            for other in unused(environment, cache):
+                remove(other)
+        (folder / ".ready").touch()
     return folder
+
+
+def unused(environment: Environment, cache: Path) -> list[Path]:
+    """Those of this name that nobody has asked for of late. The user may have chosen a folder in which other things
+    lie: what was not made here is none of them."""
+    found = []
+    for folder in cache.iterdir():
+        made, ready = folder / "pyvenv.cfg", folder / ".ready"
+        if re.fullmatch(rf"{environment.name}-[0-9a-f]{{16}}", folder.name) and made.exists():
+            last = (ready if ready.exists() else made).stat().st_mtime
+            if time.time() - last > KEPT_S:
+                found.append(folder)
+    return found
+
+
+def remove(folder: Path) -> None:
+    """What is left of it, if this breaks off, is not taken for whole."""
+    (folder / ".ready").unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def hash_of(environment: Environment) -> str:
@@ -85,7 +108,8 @@ def hash_of(environment: Environment) -> str:
 def build(environment: Environment, folder: Path) -> None:
     """Its last act says that it is whole. A venv cannot be moved, so it is made where it stays."""
     print(f"building the environment of {environment.name} in {folder}: some minutes, and some GB", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        remove(folder)
     python = folder / "bin/python"
     run(sys.executable, "-m", "venv", str(folder))
     run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "-r",

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -39,9 +40,11 @@ def test_an_environment_is_built_once_and_a_half_built_or_an_old_one_goes(script
     folder = script.built(environment, cache)
     assert folder == half
     assert subprocess.run([folder / "bin/python", "-c", "import shimmed"], timeout=60).returncode == 0
-    ready = (folder / ".ready").stat().st_mtime_ns
+    (folder / "mark").touch()
+    os.utime(folder / ".ready", (1, 1))
     assert script.built(environment, cache) == folder
-    assert (folder / ".ready").stat().st_mtime_ns == ready
+    assert (folder / "mark").exists()
+    assert (folder / ".ready").stat().st_mtime > 1  # it says when the environment was last used
 
     (shim / "shimmed.py").write_text("VALUE = 2\n")
     with pytest.raises(SystemExit, match="shimmed"):  # it fails its check: the old one stays
@@ -49,7 +52,36 @@ def test_an_environment_is_built_once_and_a_half_built_or_an_old_one_goes(script
     assert (folder / ".ready").exists()
     environment = environment._replace(check="import shimmed; assert shimmed.VALUE == 2")
     new = script.built(environment, cache)
-    assert {path.name for path in cache.iterdir()} == {"any.lock", new.name}
+    assert {path.name for path in cache.iterdir()} == {"any.lock", folder.name, new.name}
+
+
+def test_only_old_environments_that_were_made_here_are_taken_away(script: ModuleType, tmp_path: Path) -> None:
+    environment = script.Environment("any", tmp_path / "needs.txt", "")
+    for name, made, last_use in (
+        ("any-" + "0" * 16, True, 1.0),  # this alone
+        ("any-" + "1" * 16, True, time.time()),
+        ("any-" + "2" * 16, False, 1.0),
+        ("any-data", True, 1.0),
+        ("other-" + "0" * 16, True, 1.0),
+    ):
+        (tmp_path / name).mkdir()
+        for file in (".ready", *(["pyvenv.cfg"] if made else [])):
+            (tmp_path / name / file).touch()
+            os.utime(tmp_path / name / file, (last_use, last_use))
+    assert [folder.name for folder in script.unused(environment, tmp_path)] == ["any-" + "0" * 16]
+
+
+def test_an_environment_whose_removal_breaks_off_is_not_taken_for_whole(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_off(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / ".ready").touch()
+    monkeypatch.setattr(script.shutil, "rmtree", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        script.remove(tmp_path)
+    assert not (tmp_path / ".ready").exists()
 
 
 def test_a_link_leads_to_the_newest(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
