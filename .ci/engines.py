@@ -1,9 +1,9 @@
 """Builds the environments of vLLM and SGLang that `make test-engines` uses, once for all clones of this machine.
 
 They lie in $ASYNC_RL_ENGINES (default ~/.cache/async-rl/engines) as NAME-HASH, the hash being of all that decides
-what is in them; .engines/NAME leads there. A built one has a file .ready in it, as old as its last use; one without is a
-build that broke off, and is taken away by the next. When a new one is ready, those with other hashes that no clone has
-used for two weeks are taken away.
+what is in them; .engines/NAME leads there. A built one has a file .ready in it, as old as its last use; one without is
+a build that broke off, and is taken away by the next. When a new one is ready, those with other hashes that no clone
+has used for two weeks are taken away.
 """
 
 from __future__ import annotations
