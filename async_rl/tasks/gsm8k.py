@@ -21,7 +21,8 @@ MARK = "####"
 INSTRUCTION = (
     f'Think step by step, then write "{MARK}" and the answer as a plain number, on a line of its own at the end.'
 )
-NUMBER = re.compile(r"[-−]?\$?\s*(\d[\d,]*(?:\.\d+)?|\.\d+)")
+NEXT = "\nQuestion:"  # with which a base model goes on when it has answered: what it makes up there does not count
+NUMBER = re.compile(r"([-−+$*=\s]*)(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 class Gsm8kConfig(Section, frozen=True, kw_only=True):
@@ -67,20 +68,21 @@ class Gsm8k:
         return Instance(None, (message,), question.solution, question.number)
 
     def score(self, instance: Instance, completion: str) -> Score:
-        said = final_number(completion)
+        said = final_number(completion.partition(NEXT)[0] if self._style == "plain" else completion)
         return Score(float(said == instance.data), {"format": float(said is not None)})
 
 
 def final_number(text: str) -> str | None:
-    """The number that follows the last mark, in one spelling: without thousands' commas, a currency, a plus sign, or
-    zeros that say nothing. None when there is no mark, or no number right behind it."""
+    """The number that follows the last mark, in one spelling: without thousands' commas, a currency, a plus sign,
+    stars of bold type, an equals sign, or zeros that say nothing. None when there is no mark, or no number right behind
+    it."""
     _, mark, rest = text.rpartition(MARK)
-    found = NUMBER.match(rest.strip()) if mark else None
+    found = NUMBER.match(rest) if mark else None
     if found is None:
         return None
-    whole, _, part = found[1].replace(",", "").partition(".")
+    whole, _, part = found[2].replace(",", "").partition(".")
     number = (whole.lstrip("0") or "0") + (f".{part.rstrip('0')}" if part.strip("0") else "")
-    return f"-{number}" if found[0][0] in "-−" and number != "0" else number
+    return f"-{number}" if re.search("[-−]", found[1]) and number != "0" else number
 
 
 def _questions(path: Path) -> list[Question]:

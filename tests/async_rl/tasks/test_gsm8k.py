@@ -45,6 +45,12 @@ def test_a_base_model_is_asked_in_plain_text_and_shown_what_a_right_answer_looks
     assert made.score(instance, instance.answer).reward == 1.0
 
 
+def test_what_a_base_model_makes_up_behind_its_answer_does_not_count(folder: Path) -> None:
+    for style, reward in {"plain": 1.0, "chat": 0.0}.items():
+        made = task(folder, style=style)
+        assert made.score(made.instance("train", 0), " 4.\n#### 4\nQuestion: And 3?\nAnswer: #### 3").reward == reward
+
+
 def test_the_right_number_behind_the_last_mark_earns_the_reward(folder: Path) -> None:
     made = task(folder)
     instance = made.instance("train", 1)
@@ -60,7 +66,8 @@ def test_the_right_number_behind_the_last_mark_earns_the_reward(folder: Path) ->
     ("text", "number"),
     [
         ("#### 007", "7"), ("#### 0", "0"), ("#### -0.0", "0"), ("#### −5", "-5"), ("#### -$5", "-5"),
-        ("#### .50", "0.5"),
+        ("#### .50", "0.5"), ("#### +5", "5"), ("#### **18**", "18"), ("#### $-5", "-5"), ("#### = 5", "5"),
+        ("#### **$1,800**", "1800"), ("#### +$5", "5"), ("#### = x", None), ("#### **", None),
         ("#### 1,000,000", "1000000"), ("#### 12%", "12"), ("####\n8", "8"), ("7", None), ("#### x", None),
     ],
 )  # fmt: skip
