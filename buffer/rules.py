@@ -64,9 +64,10 @@ class Rules(NamedTuple):
         return fresh_groups(self.groups_per_step, self.reuse)
 
 
-def rules_from_config(config: Config) -> Rules:
-    """What the buffer needs of a checked configuration. Raises ConfigError when the history of the task's instances is
-    to decide, and the task has no end to them; and what loading it raises."""
+def rules_from_config(config: Config, *, together: bool = False) -> Rules:
+    """What the buffer needs of a checked configuration; `together`: the nodes that it names are started with the
+    buffer, while of nodes that are started by hand nobody knows how many there will be. Raises ConfigError when the
+    history of the task's instances is to decide, and the task has no end to them; and what loading it raises."""
     buffer, inference = config.buffer, config.inference
     return Rules(
         run_seed=config.run.seed,
@@ -97,5 +98,5 @@ def rules_from_config(config: Config) -> Rules:
         adaptive_ess=buffer.adaptive_ess,
         adaptive_k3=buffer.adaptive_k3,
         one_copy=config.trainer.kind != "lora",
-        nodes=node_count(inference),
+        nodes=node_count(inference) if together else 0,
     )

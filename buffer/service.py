@@ -100,7 +100,7 @@ class Service:
             self._attendance.say, self._send, self._attendance.ready.keys(), self._read_results
         )
         self._finished: Finish | None = None
-        self._apply(events.BufferStarted(rules_from_config(context.config)))
+        self._apply(events.BufferStarted(rules_from_config(context.config, together=context.together)))
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 

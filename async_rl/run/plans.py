@@ -15,7 +15,7 @@ from async_rl.run.launch import LaunchError, ProcessSpec
 def plan_run(groups: Sequence[NodeGroup], config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
     """The processes of a whole run on this machine, services first; `flags` (--debug, --resume) go to all."""
     return [
-        *plan_services(config_path, directory, *flags),
+        *plan_services(config_path, directory, *flags, "--together"),
         plan_trainer("trainer", config_path, directory, *flags),
         *(
             plan_node(name, config_path, directory, *flags, group=group)

@@ -78,13 +78,15 @@ class StopEvent(threading.Event):
 @dataclass(frozen=True)
 class PoolContext:
     """What a pool gets: the resolved config, the run's directory, its own name, `stopping` (see StopEvent), whether it
-    is to go on from a checkpoint, where its numbers go while it runs, and who ends it when it does not move."""
+    is to go on from a checkpoint, whether the whole run was started together with it, where its numbers go while it
+    runs, and who ends it when it does not move."""
 
     config: Config
     directory: RunDirectory
     name: str
     stopping: StopEvent = field(default_factory=StopEvent)
     resume: bool = False
+    together: bool = False
     exporter: Exporter = field(default_factory=Exporter)
     watchdog: Watchdog = field(default_factory=Watchdog)
 
@@ -105,7 +107,10 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
         if arguments.group:
             config = with_group(config, arguments.group)
         watchdog = Watchdog(arguments.name, config.run.watchdog_s, config.run.work_timeout)
-        context = PoolContext(config, directory, arguments.name, resume=arguments.resume, watchdog=watchdog)
+        context = PoolContext(
+            config, directory, arguments.name,
+            resume=arguments.resume, together=arguments.together, watchdog=watchdog,
+        )  # fmt: skip
         _follow_parent()
         watchdog.start()
         _handle_termination(context)
@@ -186,6 +191,7 @@ def _parse_arguments(module: str) -> argparse.Namespace:
     parser.add_argument("--name", required=True, help="this process's name in the run")
     parser.add_argument("--group", default="", help="of a node: the [[inference.group]] that it belongs to")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--together", action="store_true", help="all pools of the config are started with this one")
     parser.add_argument("--debug", action="store_true", help="log more, and show tracebacks")
     return parser.parse_args()
 

@@ -194,3 +194,5 @@ def test_rules_come_from_the_configuration_with_a_lead_that_pays_for_the_window(
     )
     assert rules_from_config(windowed).lead == 2
     assert rules_from_config(windowed).window == 34
+    assert rules.nodes == 0  # started by hand: there may be more
+    assert rules_from_config(config, together=True).nodes == config.inference.nodes

@@ -56,6 +56,7 @@ class Context(NamedTuple):
     stopping: StopEvent
     exporter: Exporter
     watchdog: Watchdog
+    together: bool = False
 
 
 class House:

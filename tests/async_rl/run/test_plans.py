@@ -16,7 +16,7 @@ from async_rl.run import checks
 from async_rl.run.checks import check_engines
 from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import ProcessSpec
-from async_rl.run.plans import plan_run
+from async_rl.run.plans import plan_run, plan_services
 
 
 def made(**inference: Any) -> Config:
@@ -37,6 +37,13 @@ def test_the_nodes_of_a_run_without_groups_are_numbered() -> None:
         ("node-0", "inference.node", "", ()), ("node-1", "inference.node", "", ()),
     ]  # fmt: skip
     assert all(spec.expendable and "--group" not in spec.arguments and "--debug" in spec.arguments for spec in specs)
+
+
+def test_only_the_services_of_a_whole_run_know_its_nodes_to_be_all() -> None:
+    directory, path = RunDirectory(Path("/run"), {}), Path("/run/config.toml")
+    assert not any("--together" in spec.arguments for spec in plan_services(path, directory))
+    services = plan_run(node_groups(made().inference), path, directory)[:2]
+    assert all("--together" in spec.arguments for spec in services)
 
 
 def test_a_node_is_named_after_its_group_and_lives_where_its_engine_does() -> None:
