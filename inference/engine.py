@@ -207,6 +207,10 @@ class Engine(Protocol):
     def step(self) -> list[Completion]:
         """Advance every running request by at least one token; returns what finished. Returns at once when idle."""
 
+    def finished(self) -> list[Completion]:
+        """What is done by now and was not returned yet, without sampling; also of an engine that died. To be called
+        before what is left is taken out."""
+
     def score(self, policy: PolicyId, tokens: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         """Log-probabilities at temperature 1 of given sequences under a resident policy: for each of n tokens,
         float32[n-1], entry t for token t+1. The measure by which a served policy is compared with the trainer's."""

@@ -15,6 +15,10 @@ Result = TypeVar("Result")
 END_S = 5.0  # for the thread, once it was told to stop
 
 
+class TookTooLong(EngineError):
+    """It was given up, and may have been done all the same."""
+
+
 class EventLoop:
     """Runs until `close`. Its thread is a daemon: a coroutine that hangs keeps no process."""
 
@@ -29,7 +33,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Result], within_s: float, what: str) -> Result:
-        """Wait for the result. Raises EngineError, and gives up the work, when it is not there in time; else what the
+        """Wait for the result. Raises TookTooLong, and gives up the work, when it is not there in time; else what the
         work raises."""
         future = self.start(work)
         try:
@@ -38,7 +42,7 @@ class EventLoop:
             if future.done():  # the work's own
                 raise
             future.cancel()
-            raise EngineError(f"{self._name}: {what} took more than {within_s:g} s and was given up") from None
+            raise TookTooLong(f"{self._name}: {what} took more than {within_s:g} s and was given up") from None
 
     def close(self) -> None:
         """Cancels what still runs."""

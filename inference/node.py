@@ -90,7 +90,7 @@ class Node:
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start,
             self._prover.holds, book.pinned, puller.again, context.watchdog.working,
         )  # fmt: skip
-        self._departure = Departure(book, self._serving, config.handover, self._buffer.send)
+        self._departure = Departure(book, self._serving, config.handover, buffer.send)
         self._grace_s = context.config.launch.grace
         self._group_size = context.config.buffer.group_size
         self._wanted = 0
@@ -114,12 +114,15 @@ class Node:
         try:
             self._work()
         except EngineDied as died:
+            drained = self._departure.began
             self._departure.begin(time.monotonic(), 0.0, "its engine died")
             self._settle()
-            self._read_inbox(0.0)  # leases that were under way go back
-            self._send_results()
-            self._leave()
-            raise NeedsRestart(str(died)) from died
+            try:
+                self._read_inbox(0.0)  # leases that were under way go back
+            finally:
+                self._leave()
+            if not drained:
+                raise NeedsRestart(str(died)) from died
 
     def _work(self) -> None:
         self._sessions = self._buffer.sessions
@@ -152,6 +155,9 @@ class Node:
 
     def _leave(self) -> None:
         """Hand over what is unfinished, and see it arrive: then nobody waits for this node."""
+        for completion in self._engine.finished():
+            self._on_completion(completion)
+        self._send_results()
         self._sampled_tokens += self._departure.leave()
         self._settle()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from async_rl.version import PolicyId, VersionRun
 from inference.engine import Completion, EngineError, Prefix, Request
 from inference.request_checks import request_name
 from inference.server import Call, Piece
+
+
+_calls = itertools.count()  # of this process: the same request may come again
 
 
 def label_of(policy: PolicyId) -> str:
@@ -85,11 +89,10 @@ class Attempt:
         return self.limit - len(self.tokens)
 
     def begin(self, stop: tuple[int, ...], adapter: str | None, cache_key: str, spans: bool, now: float) -> Call:
-        """The next call for it: the prompt and what was sampled so far are its prompt. The attempt's key and the number
-        of its calls name it, which no other call is named."""
+        """The next call for it: the prompt and what was sampled so far are its prompt. No other call has its name."""
         key, sampling = self.request.key, self.request.sampling
         self.calls += 1
-        self.call, self.adapter, self.spans = f"{key[0]}-{key[1]}-{self.calls}-{id(self):x}", adapter, spans
+        self.call, self.adapter, self.spans = f"{key[0]}-{key[1]}-{next(_calls)}", adapter, spans
         self.queued_s += now - self.submitted
         self.started = now
         ids = np.concatenate([self.request.prompt, np.asarray(self.tokens, dtype=np.int32)]).astype(np.int32)
@@ -122,17 +125,21 @@ class Attempt:
             self.submitted, self.call, self.adapter = now, None, None
 
     def completion(self, finish: Finish, now: float) -> Completion:
-        self.queued_s += 0.0 if self.call is not None else now - self.submitted
-        self.pause(now)
+        self._end(now)
         times = self.queued_s, self.sampling_s
         return Completion(self.request.key, *self._sampled(), finish, *times, self.resumed, routes=self.routes)
 
     def prefix(self, now: float) -> Prefix | None:
         """All that was sampled of it, None when nothing was."""
-        self.pause(now)
+        self._end(now)
         if not self.tokens:
             return None
         return Prefix(*self._sampled(), self.queued_s, self.sampling_s, resumed=self.resumed)
+
+    def _end(self, now: float) -> None:
+        if self.call is None:
+            self.queued_s += now - self.submitted
+        self.pause(now)
 
     def _sampled(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], tuple[VersionRun, ...]]:
         return np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32), self.runs

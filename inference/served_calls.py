@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import time
 from collections.abc import Coroutine, Iterator
@@ -11,11 +12,13 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from inference.engine import EngineError
-from inference.event_loop import EventLoop
+from inference.event_loop import EventLoop, TookTooLong
 from inference.server import Call, EngineDied, Piece, Server, Signals
 
 SIGNALS_S = 0.25  # between looks at the server
-START_S, CALL_S, CLOSE_S = 900.0, 60.0, 20.0  # how long a server may take to start; to load, abort or score; to end
+START_S, CALL_S, CLOSE_S = 900.0, 120.0, 20.0  # how long a server may take to start; to load, abort or score; to end
+
+log = logging.getLogger("engine")
 
 Key = tuple[int, int]
 Result = TypeVar("Result")
@@ -54,7 +57,8 @@ class ServerCalls:
         return self._signals
 
     def run(self, work: Coroutine[Any, Any, Result], what: str, within_s: float = CALL_S) -> Result:
-        """Wait for something that the server does, and may do instead of sampling. Raises EngineError."""
+        """Wait for something that the server does, and may do instead of sampling. Raises EngineError; EngineDied
+        also when it takes too long: what the server has done of it nobody knows then."""
         try:
             result = self._loop.run(work, within_s, what)
             self._last_news = time.monotonic()
@@ -62,6 +66,23 @@ class ServerCalls:
         except EngineDied as died:
             self.died = self.died or died
             raise
+        except TookTooLong as late:
+            raise self.ended(str(late)) from late
+
+    def must(self, work: Coroutine[Any, Any, Result], what: str, within_s: float = CALL_S) -> Result:
+        """The same of what no server in order refuses: one that does has another state than is known. Raises
+        EngineDied."""
+        try:
+            return self.run(work, what, within_s)
+        except EngineDied:
+            raise
+        except EngineError as error:
+            raise self.ended(f"{what}: {error}") from error
+
+    def ended(self, why: str) -> EngineDied:
+        """From now on it counts as dead; to be raised."""
+        self.died = self.died or EngineDied(why)
+        return self.died
 
     def begin(self, key: Key, call: Call) -> None:
         self._loop.start(self._pump(key, call))
@@ -74,10 +95,11 @@ class ServerCalls:
 
     def wait_for_ending(self, adapter: str | None = None) -> None:
         """Until no call of this adapter (None: of any) is still being ended."""
+        deadline = time.monotonic() + CALL_S
         for used, ended in self._ending:
             if adapter is None or used == adapter:
                 with contextlib.suppress(Exception):  # if that failed, so will what comes next
-                    ended.result(CALL_S)
+                    ended.result(max(0.0, deadline - time.monotonic()))
 
     def news(self, wait_s: float = 0.0) -> Iterator[News]:
         """Everything that has come; waits at most so long for the first."""
@@ -100,14 +122,16 @@ class ServerCalls:
         if not running:
             self._last_news = time.monotonic()
         elif self.died is None and time.monotonic() - self._last_news > self._stall_timeout_s:
-            self.died = EngineDied(
+            self.ended(
                 f"{self._server.capabilities.name} has {running} requests and sampled nothing for "
                 f"{self._stall_timeout_s:g} s ([inference] engine_timeout): it counts as dead"
             )
 
     def close(self) -> None:
-        with contextlib.suppress(EngineError):
+        try:
             self._loop.run(self._server.close(), CLOSE_S, "the end")
+        except Exception as error:  # it is the end in any case
+            log.warning("%s: %s", self._server.capabilities.name, error)
         self._loop.close()
 
     async def _pump(self, key: Key, call: Call) -> None:
@@ -133,3 +157,5 @@ class ServerCalls:
                 return
             except EngineError:
                 continue  # it is busy: what it says is old, and a look at it comes again
+            except Exception:  # an answer that nobody foresaw must not be the last that is looked at
+                log.exception("a look at %s", self._server.capabilities.name)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from async_rl.policy.update_file import Storage
 from async_rl.trajectory import Finish
-from async_rl.version import PolicyId
+from async_rl.version import PolicyId, VersionRun
 from inference.adapter_slots import Adapter
 from inference.concurrency import ConcurrencyLimit
 from inference.engine import Capabilities, Completion, EngineError, InFlight, Installed, PolicyContent, Prefix, Request
@@ -182,7 +182,7 @@ class ServedEngine:
             self._flip_weights(self._whole, policy, in_flight)
             return
         if in_flight == "continue":
-            self._calls.run(self._server.swap(LIVE, self._folders.folder(policy), label_of(policy)), "the flip")
+            self._calls.must(self._server.swap(LIVE, self._folders.folder(policy), label_of(policy)), "the flip")
         self._live = in_flight == "continue"
         self._resident.serve(policy)
         if in_flight != "finish":
@@ -198,7 +198,10 @@ class ServedEngine:
             self._requeue(self._unpinned(self._running.values()))
             self._calls.wait_for_ending()
         self._reload_label = label_of(policy)
-        whole.flip(policy)
+        try:
+            whole.flip(policy)
+        except EngineError as error:
+            raise (self._calls.ended(f"{whole.broken} ({error})") if whole.broken else error) from error
         self._resident.serve(policy)
         self._move(self._unpinned(self._running.values()), in_flight)
         self._unbind_waiting(self.resident.keys() - {policy})
@@ -217,7 +220,7 @@ class ServedEngine:
             return
         self._calls.wait_for_ending(policy.short())
         try:
-            self._calls.run(self._server.unload(policy.short()), f"unloading {policy.short()}")
+            self._calls.must(self._server.unload(policy.short()), f"unloading {policy.short()}")
         finally:
             self._folders.remove(policy)
 
@@ -308,8 +311,7 @@ class ServedEngine:
         return attempt.prefix(time.monotonic()) if attempt is not None else None
 
     def _taken(self, key: Key) -> Attempt | None:
-        """Out of the books, its call ended."""
-        self._take_news()
+        """Out of the books, its call ended; what of it has not been looked at is lost."""
         attempt = self._waiting.pop(key, None)
         if attempt is None:
             attempt = self._running.pop(key, None)
@@ -329,6 +331,13 @@ class ServedEngine:
             self._calls.check_stall(len(self._running))
         if self._calls.died is not None and not self._finished:
             raise self._calls.died
+        return self._handed_out()
+
+    def finished(self) -> list[Completion]:
+        self._take_news()
+        return self._handed_out()
+
+    def _handed_out(self) -> list[Completion]:
         finished, self._finished = self._finished, []
         return finished
 
@@ -353,16 +362,15 @@ class ServedEngine:
         if self.serving is None:
             return
         for key in list(self._waiting)[: max(0, self.limit - len(self._running))]:
-            attempt = self._waiting.pop(key)
-            if attempt.policy is None:
-                self._bind(attempt, self.serving)
-            assert attempt.policy is not None
-            serves = attempt.request.policy is None and attempt.policy == self.serving
-            adapter = self._adapter(attempt.policy, serves)
+            attempt = self._waiting[key]
+            policy = attempt.policy or self.serving
+            adapter = self._adapter(policy, attempt.request.policy is None and policy == self.serving)
             spans = self._whole is not None or adapter == LIVE
-            self._running[key] = attempt
+            if attempt.policy is None:
+                self._bind(attempt, policy)
+            self._running[key] = self._waiting.pop(key)
             self._calls.begin(
-                key, attempt.begin(self._stop, adapter, label_of(attempt.policy), spans, time.monotonic())
+                key, attempt.begin(self._stop, adapter, label_of(policy), spans, time.monotonic())
             )
 
     def _end_call(self, attempt: Attempt) -> None:
@@ -380,12 +388,21 @@ class ServedEngine:
             log.error("%s: %s", request_name(attempt.request), news.what)
             self._finish(attempt, "abort")
             return
-        attempt.take(news.what)
+        try:
+            attempt.take(news.what)
+        except EngineError as error:
+            log.error("%s", error)
+            self._end_call(attempt)
+            self._finish(attempt, "abort")
+            return
         if news.what.tokens:
-            newest = attempt.runs[-1]
-            self._first_token.setdefault((newest.version, newest.digest), time.monotonic())
+            self._note_first(attempt.runs[-1])
         if news.what.finish is not None:
             self._finish(attempt, news.what.finish)
+
+    def _note_first(self, newest: VersionRun) -> None:
+        if any((each.version, each.digest) == (newest.version, newest.digest) for each in self.resident):
+            self._first_token.setdefault((newest.version, newest.digest), time.monotonic())
 
     def _finish(self, attempt: Attempt, finish: Finish) -> None:
         del self._running[attempt.request.key]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -89,9 +90,9 @@ class AdapterFolders:
             save_file(content.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             config = json.loads(canonical_config(content.config)) | {"inference_mode": True, "lora_dropout": 0.0}
             (folder / "adapter_config.json").write_text(json.dumps(config))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise EngineError(f"policy {policy.short()}: no room for it in {self._root} ({error.strerror})") from error
+            raise EngineError(f"policy {policy.short()}: no room for it in {self._root} ({error})") from error
         self._folders[policy] = folder
         return matched
 
@@ -123,7 +124,7 @@ class MasterModel:
                 if not (folder / extra.name).exists() and "index" not in extra.name:
                     shutil.copy(extra, folder)
             self._hand_over(folder)
-        except OSError as error:
-            raise EngineError(f"no room for a checkpoint of the model in {self._root} ({error.strerror})") from error
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"no room for a checkpoint of the model in {self._root} ({error})") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)

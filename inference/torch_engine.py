@@ -293,6 +293,9 @@ class TorchEngine:
             self._admit(self._resident.serving)
             self._refresh()
             self._decode()
+        return self.finished()
+
+    def finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []
         return finished
 

@@ -137,6 +137,11 @@ class WholeWeights:
         self._holder.changed()
         self._digest, self._serving, self._broken = policy.digest, policy, ""
 
+    @property
+    def broken(self) -> str:
+        """Why nothing can be computed any more; empty while something can."""
+        return self._broken
+
     def evict(self, policy: PolicyId) -> None:
         self._staged.pop(policy, None)
 
