@@ -16,7 +16,6 @@ from inference.engine import Completion, EngineError, Prefix, Request
 from inference.request_checks import request_name
 from inference.server import Call, Piece
 
-
 _calls = itertools.count()  # of this process: the same request may come again
 
 

@@ -175,15 +175,22 @@ class VllmServer:
 
     @contextlib.asynccontextmanager
     async def _changed(self, label: str) -> AsyncIterator[None]:
-        """No step is computed meanwhile; after it tokens have the label, unless it failed."""
+        """No step is computed meanwhile; after it tokens have the label. What is refused within changes nothing; when
+        anything else happens no more steps are computed, as nobody knows what their label would have to be."""
         async with self._changing:
             await self._ask(self._engine.pause_generation(mode="keep", clear_cache=False))
+            done = False
             try:
                 yield
+                done = True
                 await self._ask(self._engine.update_weight_version(label))
                 # Only now: who begins with the new number is computed after the change. Blocks of before stay where
                 # they are, for the requests that go on with them, and are found by none that begins.
                 self._changes += 1
+            except BaseException as error:
+                if done or not isinstance(error, EngineError):
+                    self._broken = self._broken or f"the weights are half changed ({error or type(error).__name__})"
+                raise
             finally:
                 if not self._broken and not self._engine.errored:
                     await self._ask(self._engine.resume_generation())
