@@ -19,6 +19,7 @@ A node knows its own group alone: its config is that of a run whose nodes are al
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,17 +38,20 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """The table [inference.vllm]."""
 
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Keyword arguments of vLLM's AsyncEngineArgs, for example {gpu_memory_utilization = 0.6}."""
+    """Keyword arguments of vLLM's AsyncEngineArgs, for example {gpu_memory_utilization = 0.6}; those of a group are
+    added to them."""
 
 
 class SglangConfig(Section, frozen=True, kw_only=True):
     """The table [inference.sglang]."""
 
     endpoint: str = ""
-    """http://host:port of a server that is there already, for one node; empty: each node starts a server of its own."""
+    """http://host:port of a server that is there already, for one node alone and on its machine, as adapters are files
+    there; its key, where it has one, is read from the environment variable SGLANG_API_KEY. Empty: each node starts a
+    server of its own."""
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     """Flags of sglang.launch_server without their dashes, for example {"mem-fraction-static" = 0.5}; true stands for a
-    flag without a value."""
+    flag without a value. Those of a group are added to them, unless it has an endpoint."""
 
 
 class NodeSettings(Section, frozen=True, kw_only=True):
@@ -131,7 +135,15 @@ def node_groups(inference: InferenceConfig) -> tuple[NodeGroup, ...]:
     if not inference.group:
         return (NodeGroup("", inference),)
     alone = msgspec.structs.replace(inference, group=())
-    return tuple(NodeGroup(group.name, msgspec.structs.replace(alone, **_own(group))) for group in inference.group)
+    return tuple(NodeGroup(group.name, _resolved(alone, group)) for group in inference.group)
+
+
+def _resolved(alone: InferenceConfig, group: GroupConfig) -> InferenceConfig:
+    own = _own(group)
+    for key, common in (("vllm", alone.vllm), ("sglang", alone.sglang)):
+        if key in own and not getattr(own[key], "endpoint", ""):
+            own[key] = msgspec.structs.replace(own[key], arguments=common.arguments | own[key].arguments)
+    return msgspec.structs.replace(alone, **own)
 
 
 def node_count(inference: InferenceConfig) -> int:
@@ -199,6 +211,20 @@ OFFERED: Mapping[EngineName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """What each engine can do with requests in flight: with adapters, and where it has one copy of weights that change."""
 
+NOT_FOR_VLLM = frozenset((
+    "model", "tokenizer", "skip_tokenizer_init", "enable_lora", "max_loras", "max_cpu_loras", "logprobs_mode",
+    "additional_config", "worker_extension_cls", "max_logprobs", "dtype",
+))  # fmt: skip
+NOT_FOR_SGLANG = frozenset(("config", "model", "model-path", "host", "port", "api-key", "admin-api-key"))
+"""What a node sets by itself; its server's key is a new one each time, and in no file that others may read."""
+
+ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?(/|$)")  # a host, and a port perhaps
+
+
+def flag_name(name: str) -> str:
+    """A flag of SGLang in one spelling, however the config has it."""
+    return name.removeprefix("--").replace("_", "-")
+
 
 def check_inference(inference: InferenceConfig, *, deterministic: bool) -> None:
     """The section as a whole. Raises ConfigError."""
@@ -212,12 +238,28 @@ def check_inference(inference: InferenceConfig, *, deterministic: bool) -> None:
             "[[inference.group]]: run.deterministic = true needs nodes that are all alike: remove the groups, or set "
             "run.deterministic = false"
         )
-    for endpoint, count in Counter(group.inference.sglang.endpoint for group in groups).items():
+    _check_arguments("[inference]", inference.vllm, inference.sglang)
+    for each in inference.group:
+        _check_arguments(f"[[inference.group]] {each.name!r}:", *(_own(each).get(key) for key in ("vllm", "sglang")))
+    served = [group.inference.sglang.endpoint for group in groups if group.inference.engine == "sglang"]
+    for endpoint, count in Counter(endpoint.rstrip("/") for endpoint in served).items():
         if endpoint and count > 1:
             raise ConfigError(
                 f"[inference.sglang] endpoint = {endpoint!r} is that of {count} groups: one node has a server to "
                 "itself, since nodes take each other's adapters off it: give each group one of its own"
             )
+
+
+def _check_arguments(where: str, vllm: VllmConfig | None, sglang: SglangConfig | None) -> None:
+    """Also of tables that no group uses: a key would be written down with them."""
+    tables = {
+        "vllm": NOT_FOR_VLLM & set(vllm.arguments if vllm else ()),
+        "sglang": NOT_FOR_SGLANG & {flag_name(name) for name in (sglang.arguments if sglang else ())},
+    }
+    for engine, taken in tables.items():
+        if taken:
+            names = ", ".join(sorted(taken))
+            raise ConfigError(f"{where} {engine}.arguments: {names}: the node sets it by itself: leave it out")
 
 
 def _check_meaning(inference: InferenceConfig) -> None:
@@ -298,7 +340,7 @@ def _check_endpoint(inference: InferenceConfig) -> None:
     """A server that is there already belongs to one node, and was started by somebody else."""
     endpoint = inference.sglang.endpoint
     where = f"[inference.sglang] endpoint = {endpoint!r}"
-    if not endpoint.startswith(("http://", "https://")):
+    if not ENDPOINT.match(endpoint):
         raise ConfigError(f"{where}: write it as http://host:port")
     if inference.nodes > 1:
         raise ConfigError(

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.inference_config import NOT_FOR_SGLANG, flag_name
 from inference.engine import EngineError
 from inference.scratch import Scratch
 
@@ -32,7 +33,6 @@ LAUNCH = (  # asks to be killed when its parent's thread ends (PR_SET_PDEATHSIG,
     "os.umask(0o077)\n"
     "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
 )
-OURS = frozenset({"config", "model-path", "host", "port", "api-key", "admin-api-key"})
 ATTENTION, FEED_FORWARD = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 MAX_LORA_RANK = 64
 SPARE_CONTEXT = 8
@@ -87,8 +87,8 @@ def default_flags(
 
 def merge_flags(flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """With those of the config instead, where it names any. Raises EngineError for one that is not the user's."""
-    given = {name.removeprefix("--").replace("_", "-"): value for name, value in arguments.items()}
-    if taken := sorted(OURS & given.keys()):
+    given = {flag_name(name): value for name, value in arguments.items()}
+    if taken := sorted(NOT_FOR_SGLANG & given.keys()):
         raise EngineError(f"[inference.sglang] arguments: {', '.join(taken)}: the node sets it by itself; leave it out")
     return {**flags, **given}
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_rl.inference_config import NOT_FOR_VLLM
 from inference.engine import EngineError
 
 RANK = 64  # of the largest adapter, unless configured; vLLM computes as if every one had this
@@ -15,18 +16,13 @@ STEP = 2048  # tokens that are read in one step on a CPU, if the contexts are no
 BLOCK = 128  # tokens; the largest unit in which vLLM deals out its KV cache
 PIECE = 8  # tokens that come at once of a request, so that the loop is not woken for each
 
-OURS = frozenset((
-    "model", "tokenizer", "skip_tokenizer_init", "enable_lora", "max_loras", "max_cpu_loras", "logprobs_mode",
-    "additional_config", "worker_extension_cls", "max_logprobs", "dtype",
-))  # fmt: skip
-
 
 def engine_arguments(
     model_path: Path, config: Any, *, slots: int, max_context: int, adapters: int, device: str, dtype: str,
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments of AsyncEngineArgs, for a model with a `config` of transformers. Raises EngineError."""
-    if taken := sorted(OURS & arguments.keys()):
+    if taken := sorted(NOT_FOR_VLLM & arguments.keys()):
         raise EngineError(f"[inference.vllm] arguments: {', '.join(taken)} is set by the node itself; leave it out")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     # One more than the contexts, as a sequence is scored by a request that samples one token after it.

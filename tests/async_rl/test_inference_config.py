@@ -57,6 +57,20 @@ def test_a_group_has_from_the_section_what_it_does_not_set_itself() -> None:
     assert describe_group(b) == "b: 3 × vllm, 128 slots each, in flight: finish"
 
 
+def test_a_groups_arguments_are_added_to_those_of_the_section() -> None:
+    config = grouped(
+        {"name": "a", "engine": "vllm", "vllm": {"arguments": {"seed": 2, "x": 3}}}, {"name": "b", "engine": "vllm"},
+        {"name": "c", "engine": "sglang", "sglang": {"arguments": {"tp": 2}}},
+        {"name": "d", "engine": "sglang", "sglang": {"endpoint": SERVER}},
+        vllm={"arguments": {"seed": 1, "y": 4}}, sglang={"arguments": {"dp": 1}},
+    )  # fmt: skip
+    a, b, c, d = (group.inference for group in node_groups(config.inference))
+    assert a.vllm.arguments == {"seed": 2, "x": 3, "y": 4}
+    assert b.vllm.arguments == {"seed": 1, "y": 4}
+    assert c.sglang.arguments == {"tp": 2, "dp": 1}
+    assert (d.sglang.endpoint, d.sglang.arguments) == (SERVER, {})  # they are for servers that a node starts
+
+
 def test_a_node_has_the_config_of_a_run_whose_nodes_are_all_like_it() -> None:
     config = grouped({"name": "a"}, {"name": "b", "slots": 5})
     assert with_group(config, "b") == made(inference={"slots": 5})
@@ -176,6 +190,9 @@ BROKEN: dict[str, dict[str, Any]] = {
     "endpoint = 'localhost:30000': write it as http://host:port": {
         "inference": {"engine": "sglang", "sglang": {"endpoint": "localhost:30000"}},
     },
+    "[inference] vllm.arguments: dtype, model: the node sets it by itself: leave it out": {
+        "inference": {"engine": "vllm", "vllm": {"arguments": {"model": "x", "dtype": "float16"}}},
+    },
     "set nodes = 1, or make a group for each server": {
         "inference": {"engine": "sglang", "sglang": {"endpoint": SERVER}, "nodes": 2},
     },
@@ -199,6 +216,14 @@ WHOLE: list[dict[str, Any]] = [
     {"inference": {"max_new_tokens": 63, "max_context": 64}},
     {"algorithm": CENTRED, "inference": {"handover": "discard"}},
     {"inference": {"engine": "sglang", "sglang": {"endpoint": SERVER}}},
+    {"inference": {"engine": "sglang", "sglang": {"endpoint": "https://[::1]/sglang"}}},
+    {"inference": {"engine": "sglang", "sglang": {"arguments": {"tp": 2, "mem-fraction-static": 0.5}}}},
+    {
+        "inference": {
+            "sglang": {"endpoint": SERVER},
+            "group": [{"name": "a", "engine": "sglang"}, {"name": "b"}, {"name": "c", "engine": "vllm"}],
+        }
+    },
 ]
 
 
@@ -206,6 +231,34 @@ WHOLE: list[dict[str, Any]] = [
 def test_every_rule_refuses_what_breaks_it(says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         made(**BROKEN[says])
+
+
+def test_no_key_of_a_server_may_stand_in_a_config_wherever_it_is_written() -> None:
+    """The resolved config is a file of the run."""
+    key = {"--api_key": "secret"}
+    served = {"name": "a", "engine": "sglang", "sglang": {"endpoint": SERVER}}
+    for inference in (
+        {"engine": "sglang", "sglang": {"arguments": key}},
+        {"sglang": {"arguments": key}, "group": [served]},
+        {"group": [{"name": "b"}, {"name": "a", "engine": "sglang", "sglang": {"arguments": key}}]},
+    ):
+        with pytest.raises(ConfigError, match=r"sglang\.arguments: api-key: the node sets it by itself") as caught:
+            made(inference=inference)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://", "http:///x", "http://:30000", "ftp://a:1", "http://[::1", "http://a b"]
+)
+def test_an_endpoint_names_a_host(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"write it as http://host:port"):
+        made(inference={"engine": "sglang", "sglang": {"endpoint": endpoint}})
+
+
+def test_one_server_is_one_however_its_endpoint_is_written() -> None:
+    groups = [{"name": name, "sglang": {"endpoint": end}} for name, end in (("a", SERVER), ("b", f"{SERVER}/"))]
+    with pytest.raises(ConfigError, match="is that of 2 groups"):
+        made(inference={"engine": "sglang", "group": groups})
 
 
 def test_every_rule_has_its_example_here() -> None:
