@@ -12,11 +12,13 @@ import msgspec
 from inference.engine import EngineError
 from inference.server import EngineDied
 
+KEY_VARIABLE = "SGLANG_API_KEY"  # of a server that somebody else started
 CONNECT_S = 10.0
 SILENCE_S = 600.0
 """The longest that a call may be without a token: other calls or a new policy may go first. Whoever serves one to many
 (inference.served_engine) notices a stall earlier."""
 BROKEN = (aiohttp.ClientError, ConnectionError, OSError)
+WANTS_KEY = (401, 403)
 EVENT, DONE = b"data: ", b"[DONE]"
 
 
@@ -55,16 +57,24 @@ class Client:
             return None
 
     async def status(self, path: str, *, timeout_s: float) -> int | None:
-        """Of a GET; None when there is no server, or no answer in time."""
+        """Of a GET; None when there is no server, or no answer in time. Raises EngineError where it wants a key."""
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
             async with self._session.get(self.url + path, timeout=limit) as response:
+                if response.status in WANTS_KEY:
+                    raise EngineError(_refusal(path, response.status, await response.read()))
                 return response.status
         except (TimeoutError, *BROKEN):
             return None
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Stream:
         return Stream(self._session.post(self.url + path, json=body), path, self._died)
+
+    async def unload_all(self, *, timeout_s: float) -> None:
+        """Whatever adapters the server has, also those of a node that was killed; seconds for each."""
+        models = await self.ask("/v1/models", timeout_s=timeout_s)
+        for name in [model["id"] for model in models["data"] if model.get("parent")]:
+            await self.ask("/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
     async def close(self) -> None:
         await self._session.close()
@@ -121,4 +131,5 @@ def _refusal(path: str, status: int, text: bytes) -> str:
         said = error.get("message") or error.get("error_message") or answer if isinstance(error, dict) else error
     except (msgspec.DecodeError, AttributeError):
         pass
-    return f"the SGLang server refuses {path} ({status}): {said}"
+    key = f"; the key that it wants goes into the environment variable {KEY_VARIABLE}" if status in WANTS_KEY else ""
+    return f"the SGLang server refuses {path} ({status}): {said}{key}"

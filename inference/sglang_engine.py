@@ -32,9 +32,8 @@ from inference.server import Call, EngineDied, Piece, Signals
 from inference.sglang_adapters import check_config, missing_modules, write_completed
 from inference.sglang_answers import Answer, Model, read_model
 from inference.sglang_child import Child, default_flags, merge_flags
-from inference.sglang_client import Client, Stream
+from inference.sglang_client import KEY_VARIABLE, Client, Stream
 
-KEY_VARIABLE = "SGLANG_API_KEY"
 START_S = 900.0  # a large model comes from a slow disk
 CHECK_S = 10.0
 CONTROL_S = 60.0  # for what the server does between two steps
@@ -140,6 +139,8 @@ class SglangServer:
         facts = await self._client.ask("/server_info", timeout_s=CONTROL_S)
         self._version, self._label = str(facts.get("version", "")), str(facts.get("weight_version", ""))
         self._check_flags(facts)
+        if self._endpoint and not self._whole:
+            await self._client.unload_all(timeout_s=CONTROL_S)
 
     async def load(self, adapter: str, folder: Path) -> None:
         check_config(adapter, folder)
@@ -274,7 +275,7 @@ class SglangServer:
         }
 
     async def close(self) -> None:
-        """A server that is somebody else's is left without our adapters."""
+        """A server that is somebody else's is left without adapters."""
         self._closing = True
         async with AsyncExitStack() as last:
             if self._scratch is not None:
@@ -287,9 +288,8 @@ class SglangServer:
             for flight in self._flights.values():
                 if flight.stream is not None:
                     flight.stream.close()
-            if self._endpoint:
-                for adapter in sorted(self._adapters):
-                    await self._client.ask("/unload_lora_adapter", {"lora_name": adapter}, timeout_s=CHECK_S)
+            if self._endpoint and self._adapters:
+                await self._client.unload_all(timeout_s=CHECK_S)
 
     @property
     def _connected(self) -> Client:

@@ -15,11 +15,18 @@ from inference.sglang_client import Client
 
 LONG = "x" * 300_000  # longer than what aiohttp takes for a line
 
+ADAPTERS: list[str] = []
+
 
 async def answer(request: web.Request) -> web.StreamResponse:
     if request.headers.get("Authorization") != "Bearer key":
         return web.json_response({"error": "Unauthorized"}, status=401)
+    if request.path == "/v1/models":
+        return web.json_response({"data": [{"id": "base"}, *({"id": each, "parent": "base"} for each in ADAPTERS)]})
     body = await request.json()
+    if request.path == "/unload_lora_adapter":
+        ADAPTERS.remove(body["lora_name"])
+        return web.json_response({"success": True})
     if body.get("refuse"):
         return web.json_response({"error": {"message": "too long"}}, status=400)
     if body.get("slow"):
@@ -42,7 +49,10 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 async def with_a_server(test: Callable[[Client], Awaitable[None]], key: str = "key") -> None:
     app = web.Application()
-    app.router.add_post("/generate", answer)
+    for path in ("/generate", "/unload_lora_adapter"):
+        app.router.add_post(path, answer)
+    for path in ("/v1/models", "/ready"):
+        app.router.add_get(path, answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -82,10 +92,20 @@ def test_a_refusal_is_told_in_the_servers_words() -> None:
 
 def test_without_the_key_it_refuses() -> None:
     async def test(client: Client) -> None:
-        with pytest.raises(EngineError, match=r"\(401\): Unauthorized"):
-            await client.ask("/generate", {}, timeout_s=5)
+        for asked in (client.ask("/generate", {}, timeout_s=5), client.status("/ready", timeout_s=5)):
+            with pytest.raises(EngineError, match=r"\(401\): Unauthorized; the key that it wants .* SGLANG_API_KEY"):
+                await asked
 
     asyncio.run(with_a_server(test, key=""))
+
+
+def test_what_another_node_has_left_is_unloaded() -> None:
+    async def test(client: Client) -> None:
+        ADAPTERS[:] = ["1-aaaaaaaa", "2-bbbbbbbb"]
+        await client.unload_all(timeout_s=5)
+        assert ADAPTERS == []
+
+    asyncio.run(with_a_server(test))
 
 
 def test_a_lost_connection_tells_how_the_server_ended() -> None:
