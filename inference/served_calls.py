@@ -46,8 +46,11 @@ class ServerCalls:
         self._loop = EventLoop(f"engine {server.capabilities.name}")
         try:
             self._loop.run(server.start(), START_S, "the start")
-        except BaseException:
+        except Exception:
             self.close()
+            raise
+        except BaseException:  # told to end: what it has started ends with this process
+            self.close(within_s=1.0)
             raise
         self._loop.start(self._watch())
 
@@ -127,9 +130,9 @@ class ServerCalls:
                 f"{self._stall_timeout_s:g} s ([inference] engine_timeout): it counts as dead"
             )
 
-    def close(self) -> None:
+    def close(self, within_s: float = CLOSE_S) -> None:
         try:
-            self._loop.run(self._server.close(), CLOSE_S, "the end")
+            self._loop.run(self._server.close(), within_s, "the end")
         except Exception as error:  # it is the end in any case
             log.warning("%s: %s", self._server.capabilities.name, error)
         self._loop.close()

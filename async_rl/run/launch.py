@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.run import killpoints
-from async_rl.run.process import EXIT_AGAIN, HOUSE_PLACE, PARENT_VARIABLE, die_with_parent
+from async_rl.run.process import EXIT_AGAIN, HOUSE_PLACE, PARENT_VARIABLE, TERMINATED_EXIT, die_with_parent
 
 POLL = 0.1  # seconds between looks at the processes
 SETTLE = 1.5  # seconds after the first failure in which others may still tell theirs
@@ -151,6 +151,7 @@ class Pools:
         self.restarts = restarts
         self._restarted: list[Exit] = []
         self._ending = False
+        self._told: set[str] = set()  # to end, as they did not hear that the run is over
         self.signals: list[int] = []
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._exits: dict[str, Exit] = {}
@@ -186,8 +187,8 @@ class Pools:
                 tick()
                 return Outcome(lost=tuple(self._failures()), restarted=tuple(self._restarted))
             if self._is_over():
-                self._end_latecomers()
                 over_since = over_since or time.monotonic()
+                self._end_latecomers(time.monotonic() - over_since)
                 if time.monotonic() - over_since > self.grace:
                     stuck = tuple(spec.name for spec in self.specs if spec.name not in self._exits)
                     self.end_all()
@@ -266,6 +267,8 @@ class Pools:
             if code is not None:
                 _kill_group(process.pid)
                 log = self._log(name) if self.logs else None
+                if name in self._told and code in (TERMINATED_EXIT, -signal.SIGTERM):
+                    code = 0
                 self._exits[name] = Exit(name, code, last_line(log) if log else "", log)
         if not self._ending and not self.signals:
             self._start_again()
@@ -282,9 +285,13 @@ class Pools:
                 del self._exits[spec.name]
                 self._processes[spec.name] = self._start(spec, again=True)
 
-    def _end_latecomers(self) -> None:
-        """The run is over, and only processes that were started again are left: they may wait for the others yet."""
+    def _end_latecomers(self, over_s: float) -> None:
+        """The run is over. When only processes that were started again are left, they may wait for the others yet; and
+        after half of the grace an expendable one may have been too late to hear: an engine starts for a minute."""
         left = {spec.name for spec in self.specs if spec.name not in self._exits}
+        if over_s > self.grace / 2 and not self._told:
+            self._told = left & {spec.name for spec in self.specs if spec.expendable}
+            self._signal(sorted(self._told), signal.SIGTERM)
         if left and left <= {ended.name for ended in self._restarted}:
             self._ending = True
             self._signal(sorted(left), signal.SIGTERM)

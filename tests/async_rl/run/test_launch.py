@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -199,6 +200,14 @@ def test_what_does_not_end_after_the_run_is_ended_by_force_and_named(fakes: Path
     assert outcome.stuck == ("sleeps",)
     assert outcome.code == 1
     assert "sleeps did not end within 0.5 s" in outcome.message(0.5)
+
+
+def test_an_expendable_process_that_came_too_late_to_hear_of_the_end_is_told(fakes: Path) -> None:
+    late = replace(fake("sleeps"), expendable=True)
+    with Pools([fake("well", ends_run=True), replace(fake("lasts"), expendable=True), late], fakes, grace=6.0) as pools:
+        outcome = pools.supervise()
+    assert (outcome.code, outcome.stuck, outcome.lost) == (0, (), ())
+    assert children() == []
 
 
 def test_an_interrupt_reaches_every_process_and_waits_for_its_orderly_end(fakes: Path, tmp_path: Path) -> None:
