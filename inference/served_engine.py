@@ -79,20 +79,16 @@ class ServedEngine:
         self._reload_label = ""
         self._scratch = memory_scratch()
         try:
-            self._calls = ServerCalls(server, stall_timeout_s)
-        except BaseException:
-            self._scratch.remove()
-            raise
-        try:
-            self.vocabulary_size = server.vocabulary_size
             self._folders = AdapterFolders(self._scratch.path, linear_shapes(model_path))
             self._whole: WholeWeights | None = None
             if storage is not None:
                 master = MasterModel(model_path, storage, self._scratch.path, self._reload)
                 self._whole = WholeWeights(master, model_path, storage)
+            self._calls = ServerCalls(server, stall_timeout_s)
         except BaseException:
-            self.close()
+            self._scratch.remove()
             raise
+        self.vocabulary_size = server.vocabulary_size
 
     # --- what the node may ask ---------------------------------------------------------------------------------------
 
@@ -143,8 +139,7 @@ class ServedEngine:
     def score(self, policy: PolicyId, tokens: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         for sequence in tokens:
             check_ids("a sequence to score", sequence, self.vocabulary_size)
-        adapter = self._adapter(policy, policy == self.serving)
-        return self._calls.run(self._server.score(adapter, tokens), "scoring")
+        return self._calls.run(self._server.score(self._adapter(policy, policy == self.serving), tokens), "scoring")
 
     # --- policies ----------------------------------------------------------------------------------------------------
 
@@ -312,13 +307,10 @@ class ServedEngine:
 
     def _taken(self, key: Key) -> Attempt | None:
         """Out of the books, its call ended; what of it has not been looked at is lost."""
-        attempt = self._waiting.pop(key, None)
-        if attempt is None:
-            attempt = self._running.pop(key, None)
-            if attempt is None:
-                return None
+        attempt = self._waiting.pop(key, None) or self._running.pop(key, None)
+        if attempt is not None:
             self._end_call(attempt)
-        self._unbind(attempt)
+            self._unbind(attempt)
         return attempt
 
     def step(self) -> list[Completion]:
@@ -352,8 +344,7 @@ class ServedEngine:
         signals = self._calls.signals
         if signals is not None and signals is not self._looked:
             self._looked = signals
-            counts = {"in_flight": len(self._running), "finished": self._ended}
-            self._concurrency.look(signals, **counts, now=time.monotonic())
+            self._concurrency.look(signals, in_flight=len(self._running), finished=self._ended, now=time.monotonic())
 
     # --- calls of the server -----------------------------------------------------------------------------------------
 
@@ -369,9 +360,7 @@ class ServedEngine:
             if attempt.policy is None:
                 self._bind(attempt, policy)
             self._running[key] = self._waiting.pop(key)
-            self._calls.begin(
-                key, attempt.begin(self._stop, adapter, label_of(policy), spans, time.monotonic())
-            )
+            self._calls.begin(key, attempt.begin(self._stop, adapter, label_of(policy), spans, time.monotonic()))
 
     def _end_call(self, attempt: Attempt) -> None:
         if attempt.call is not None:

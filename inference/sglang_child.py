@@ -166,7 +166,8 @@ class Child:
             await asyncio.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a disk holds it
+            self._process.wait(ORPHANS_S)
         for name in self._leftovers:
             Path(name).unlink(missing_ok=True)
         self._scratch.remove()
