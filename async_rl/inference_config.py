@@ -182,12 +182,16 @@ def lives_elsewhere(inference: InferenceConfig) -> bool:
 
 
 def describe_group(group: NodeGroup) -> str:
-    """A line for people: "2 × torch, 64 slots each, in flight: finish"."""
+    """A line for people: "2 × torch, 64 slots each, in flight: finish"; of another engine also where it is."""
     inference = group.inference
     name = f"{group.name}: " if group.name else ""
-    return (
-        f"{name}{inference.nodes} × {inference.engine}, {inference.slots} slots each, in flight: {inference.in_flight}"
-    )
+    place = ""
+    if inference.engine == "sglang" and inference.sglang.endpoint:
+        place = f", at {inference.sglang.endpoint}"
+    elif inference.engine != "torch":
+        place = f", with {interpreter(inference)}"
+    slots = f"{inference.slots} slots each"
+    return f"{name}{inference.nodes} × {inference.engine}, {slots}, in flight: {inference.in_flight}{place}"
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -33,7 +34,16 @@ NEEDS = {
 # What every pool imports, and what a node's engine is imported as.
 GROUND = ("async_rl", "msgspec", "numpy", "prometheus_client", "zmq", "rich", "tomli_w", "xxhash")
 ENGINES = {"vllm": ("vllm",), "sglang": ("aiohttp",)}
-PROBE = "import sys, importlib.util as u; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
+PROBE = "import sys, importlib.util as u; print('lacks', *(name for name in sys.argv[1:] if u.find_spec(name) is None))"
+TASK_PROBE = """
+import sys, msgspec
+from async_rl.errors import AsyncRLError
+from async_rl.tasks.registry import load_task
+try:
+    load_task(msgspec.json.decode(sys.stdin.buffer.read()))
+except AsyncRLError as error:
+    sys.exit(str(error))
+"""
 PROBE_S = 60.0  # for an interpreter to start on a machine that is busy
 
 # What each of run.trackers imports; their names are those of extras too.
@@ -52,14 +62,16 @@ def check_installed(pools: Iterable[str] = HOUSE) -> None:
         check_house([pool])
 
 
-def check_engines(groups: Sequence[NodeGroup]) -> None:
-    """Raises AsyncRLError when the nodes of a group cannot run in their interpreter, or not start their server."""
+def check_engines(groups: Sequence[NodeGroup], task: Mapping[str, Any]) -> None:
+    """Raises AsyncRLError when the nodes of a group cannot run in their interpreter, not with this [task], or not start
+    their server."""
     for engine, python, elsewhere, has_server in dict.fromkeys(
         (each.engine, interpreter(each), lives_elsewhere(each), bool(each.sglang.endpoint))
         for each in (group.inference for group in groups)
     ):
         if elsewhere:
             _check_interpreter(python, (*GROUND, *NEEDS["inference"], *ENGINES[engine]), engine)
+            _check_task_there(python, task, engine)
             continue
         check_installed(["inference"])
         if missing := [name for name in ENGINES.get(engine, ()) if find_spec(name) is None]:
@@ -75,27 +87,50 @@ _ELSEWHERE = ", or set [inference] engine_python to an interpreter that has it (
 
 
 def _check_interpreter(python: str, names: Sequence[str], engine: str) -> None:
-    where = f'[inference] engine = "{engine}", engine_python = {python!r}'
+    where = _where(python, engine)
     try:
-        probe = subprocess.run(
-            [python, "-P", "-c", PROBE, *names], env=child_environment(python), stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=PROBE_S,
-        )  # fmt: skip
+        probe = _run(python, PROBE, *names)
     except subprocess.TimeoutExpired as error:
         raise AsyncRLError(f"{where}: this interpreter says nothing for {PROBE_S:g} s: run it by hand") from error
     except OSError as error:
         raise AsyncRLError(
             f"{where}: cannot be run: {error.strerror}: give the path of a Python interpreter in whose environment "
-            f"{engine} is installed"
+            f"{engine} is installed (`make engines` in the checkout makes .engines/{engine}/bin/python, for CPUs)"
         ) from error
+    said = (probe.stderr.strip().splitlines() or ["nothing"])[-1]
     if probe.returncode != 0:
-        said = (probe.stderr.strip().splitlines() or ["nothing"])[-1]
         raise AsyncRLError(f"{where}: needs a Python of 3.11 or newer; this one exits with {probe.returncode}: {said}")
-    if missing := probe.stdout.split():
+    answer, *missing = probe.stdout.split() or [""]
+    if answer != "lacks":
+        raise AsyncRLError(f"{where}: needs a Python of 3.11 or newer; this is none: it does not run what it is given")
+    if missing:
         raise AsyncRLError(
             f"{where}: that environment lacks {', '.join(missing)}: in the checkout, {python} -m pip install "
             f"'{'sglang' if engine == 'sglang' else '.[vllm]'}', or `make engines` for CPUs"
         )
+
+
+def _check_task_there(python: str, task: Mapping[str, Any], engine: str) -> None:
+    """A node makes the task's instances itself, with the packages of its own environment."""
+    where = _where(python, engine)
+    try:
+        probe = _run(python, TASK_PROBE, given=msgspec.json.encode(task).decode())
+    except subprocess.TimeoutExpired as error:
+        raise AsyncRLError(f"{where}: [task] is not loaded there within {PROBE_S:g} s") from error
+    if probe.returncode != 0:
+        said = (probe.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise AsyncRLError(f"{where}: in that environment, in which the node runs, [task] cannot be loaded: {said}")
+
+
+def _run(python: str, program: str, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-P", "-c", program, *arguments], env=child_environment(python), input=given,
+        capture_output=True, text=True, timeout=PROBE_S,
+    )  # fmt: skip
+
+
+def _where(python: str, engine: str) -> str:
+    return f'[inference] engine = "{engine}", engine_python = {python!r}'
 
 
 def check_trackers(config: Config) -> None:

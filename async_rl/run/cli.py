@@ -17,7 +17,16 @@ from rich.console import Console
 
 from async_rl.config import Config, Dtype, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
-from async_rl.run.checks import check_installed, check_model, check_task, check_trackers, dry_run_table, with_keys
+from async_rl.inference_config import node_groups
+from async_rl.run.checks import (
+    check_engines,
+    check_installed,
+    check_model,
+    check_task,
+    check_trackers,
+    dry_run_table,
+    with_keys,
+)
 from async_rl.run.directory import LATEST, RUNS, RunDirectory
 from async_rl.run.doctor import doctor, write_files
 from async_rl.run.doctor_report import text
@@ -110,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     run = _config_command(commands, "run", _run, "all pools of a run, on this machine")
     run.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: runs/<config name>)")
     run.add_argument("--resume", action="store_true", help="go on with the run in --out from its newest checkpoint")
-    run.add_argument("--dry-run", action="store_true", help="check config, task and model, print what would run")
+    run.add_argument(
+        "--dry-run", action="store_true", help="check config, task, model and engines, print what would run"
+    )
 
     buffer = _config_command(commands, "buffer", _buffer, "the replay buffer and the policy store, in the foreground")
     buffer.add_argument("--out", type=Path, metavar="DIR", help="run directory to make, or to go on with")
@@ -211,6 +222,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     config = _config(options)
     if options.dry_run:
         check_task(config)
+        # What has no environment of its own can be checked where nothing of it is installed.
+        groups = node_groups(config.inference)
+        check_engines([group for group in groups if group.inference.engine != "torch"], config.task)
         check_trackers(config)
         config = with_keys(config, *DIALLING, services=True)
         console.print(dry_run_table(config, check_model(config)), highlight=False, soft_wrap=True)
@@ -239,7 +253,7 @@ def _doctor(options: argparse.Namespace, console: Console) -> int:
 
 def _dtypes(text: str) -> list[str]:
     known = get_args(Dtype)
-    dtypes = text.split(",")
+    dtypes = list(dict.fromkeys(text.split(",")))
     if unknown := [each for each in dtypes if each not in known]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
     return dtypes

@@ -29,7 +29,7 @@ from async_rl.run.parity_files import Served, Trained
 
 
 class Workshop:
-    """A folder for the two halves' files. It is kept when one of them failed, for its log."""
+    """A folder for the two halves' files. It is kept when one of them failed or took too long, for its log."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="async-rl-doctor-"))
@@ -53,7 +53,11 @@ class Workshop:
 
         def watch() -> None:
             if time.monotonic() > deadline:
-                raise LaunchError(f"{spec.name} has not ended within run.work_timeout = {config.run.work_timeout:g} s")
+                self.keep = True
+                raise LaunchError(
+                    f"{spec.name} has not ended within run.work_timeout = {config.run.work_timeout:g} s; "
+                    f"log: {self.path / spec.name}.log"
+                )
 
         with Pools([spec], self.path, config.launch.grace) as pools:
             outcome = pools.supervise(watch)
@@ -130,7 +134,7 @@ def _ask(
     arguments = ("--config", str(path), "--folder", str(folder), "--out", str(out), *own)
     elsewhere = interpreter(inference) if lives_elsewhere(inference) else ""
     try:
-        check_engines([group])
+        check_engines([group], config.task)
         shop.run(ProcessSpec(name, "inference.parity", arguments, ends_run=True, python=elsewhere), config)
         return judged(row, trained, parity_files.read(out, Served))
     except AsyncRLError as error:

@@ -48,8 +48,8 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
     groups = node_groups(config.inference)
     check_installed(["buffer", "trainer"])
-    check_engines(groups)
     check_task(config)
+    check_engines(groups, config.task)
     check_trackers(config)
     check_model(config)
     config = with_keys(config, *DIALLING, services=True)
@@ -110,7 +110,8 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
 def run_node(config: Config, out: Path, name: str, group: str, flags: Sequence[str]) -> int:
     """One inference node in the foreground, of this [[inference.group]] where the config has any."""
     own = NodeGroup(group, with_group(config, group).inference)
-    check_engines([own])
+    check_task(config)
+    check_engines([own], config.task)
     config = with_keys(config, "node")
     plan = partial(plan_node, group=own)
     return _run_pool(config, out, name or f"{socket.gethostname()}-{os.getpid()}", plan, flags)

@@ -54,7 +54,9 @@ def test_a_group_has_from_the_section_what_it_does_not_set_itself() -> None:
     assert node_count(config.inference) == 5
     for group in (a, b):
         assert (group.inference.temperature, group.inference.max_context, group.inference.group) == (0.7, 300, ())
-    assert describe_group(b) == "b: 3 × vllm, 128 slots each, in flight: finish"
+    assert describe_group(b) == f"b: 3 × vllm, 128 slots each, in flight: finish, with {sys.executable}"
+    (at,) = node_groups(made(inference={"engine": "sglang", "sglang": {"endpoint": SERVER}}).inference)
+    assert describe_group(at) == f"1 × sglang, 64 slots each, in flight: finish, at {SERVER}"
 
 
 def test_a_groups_arguments_are_added_to_those_of_the_section() -> None:

@@ -21,6 +21,15 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path / "cache"))
 
 
+def engine_at(folder: Path) -> None:
+    """An interpreter with this one's packages, and with the names of both engines."""
+    for name in ("vllm", "sglang"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    (folder / "python").write_text(f'#!/bin/sh\nPYTHONPATH={folder}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+
+
 def test_a_dry_run_says_what_would_run_and_makes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["run", "quickstart", "--dry-run", "--set", "run.steps=7"]) == 0
     out = capsys.readouterr().out
@@ -37,18 +46,34 @@ def test_every_shipped_config_would_run_where_its_model_and_data_are(
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     config = load_config(name)
+    engine_at(tmp_path / ".engines/vllm/bin")
+    engine_at(tmp_path / ".engines/sglang/bin")
     places = ["--set", "model.path=."] if config.model.path else []
+    if config.inference.engine != "torch":
+        places += ["--set", f"inference.engine_python=.engines/{config.inference.engine}/bin/python"]
     if "path" in config.task:
         places += ["--set", "task.path=."]
     assert main(["run", name, "--dry-run", *places]) == 0
     assert name in capsys.readouterr().out
 
 
-def test_a_dry_run_has_a_line_for_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_has_a_line_for_every_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    engine_at(tmp_path / ".engines/vllm/bin")
+    engine_at(tmp_path / ".engines/sglang/bin")
     assert main(["run", "quickstart-mixed", "--dry-run"]) == 0
     out = capsys.readouterr().out
     for words in ("torch: 1 × torch, 32 slots", "vllm: 1 × vllm, 32 slots", "sglang: 1 × sglang, 16 slots"):
         assert words in out
+    for engine in ("vllm", "sglang"):
+        assert f"finish,with{tmp_path}/.engines/{engine}/bin/python" in "".join(out.split())
+
+
+def test_a_dry_run_without_an_engines_environment_says_how_to_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for engine in ("vllm", "sglang"):
+        assert main(["run", f"quickstart-{engine}", "--dry-run"]) == 1
+        error = capsys.readouterr().err
+        assert f".engines/{engine}/bin/python': cannot be run: No such file" in error
+        assert "`make engines`" in error
 
 
 @pytest.mark.parametrize(

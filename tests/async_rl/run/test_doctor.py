@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from tiny_lm import save_qwen3
 
-from async_rl.config import Config, InferenceConfig, ModelConfig
+from async_rl.config import Config, InferenceConfig, ModelConfig, RunConfig
 from async_rl.proof import Proof, make_proof, probe_tokens
-from async_rl.run.cli import main
-from async_rl.run.doctor import in_dtype
+from async_rl.run.cli import _dtypes, main
+from async_rl.run.doctor import Workshop, in_dtype
 from async_rl.run.doctor_report import Report, Row, cells, judged, page, text
+from async_rl.run.launch import LaunchError, ProcessSpec
 from async_rl.run.parity_files import Served, Trained
 from async_rl.schema import ConfigError
 from trainer.tiny_model import char_tokenizer
@@ -100,6 +102,23 @@ def test_in_another_dtype_everything_is_in_it_or_the_config_is_refused() -> None
     sketch = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, kind="sketch"))
     with pytest.raises(ConfigError):
         in_dtype(sketch, "float16")
+
+
+def test_a_dtype_that_is_named_twice_is_one() -> None:
+    assert _dtypes("float32,bfloat16,float32") == ["float32", "bfloat16"]
+
+
+@pytest.mark.timeout(60)
+def test_the_log_of_a_half_that_did_not_end_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = Config(run=RunConfig(work_timeout=0.5), model=ModelConfig(path="m"), task={"kind": "digit_sort"})
+    endless = ProcessSpec("half", "http.server", ("--bind", "127.0.0.1", "0"), ends_run=True)
+    with (
+        pytest.raises(LaunchError, match=r"half has not ended within .* = 0\.5 s; log: ") as caught,
+        Workshop() as shop,
+    ):
+        shop.run(endless, config)
+    assert Path(str(caught.value).rpartition("log: ")[2]).is_file()
 
 
 @pytest.mark.timeout(240)

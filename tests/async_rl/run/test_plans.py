@@ -76,7 +76,8 @@ def interpreter(tmp_path: Path) -> Path:
 
 
 def check(**inference: Any) -> None:
-    check_engines(node_groups(made(**inference).inference))
+    config = made(**inference)
+    check_engines(node_groups(config.inference), config.task)
 
 
 def test_an_interpreter_that_has_the_engine_passes(interpreter: Path) -> None:
@@ -104,6 +105,7 @@ def test_an_interpreter_that_has_the_engine_passes(interpreter: Path) -> None:
         ),
         ({"engine": "sglang", "engine_python": "/nowhere/python"}, r"'/nowhere/python': cannot be run: No such file"),
         ({"engine": "vllm", "engine_python": "/bin/false"}, r"this one exits with 1: nothing"),
+        ({"engine": "vllm", "engine_python": "/bin/true"}, r"this is none: it does not run what it is given"),
     ],
 )
 def test_an_engine_that_is_not_there_is_one_message_that_says_where_to_put_it(
@@ -112,6 +114,17 @@ def test_an_engine_that_is_not_there_is_one_message_that_says_where_to_put_it(
     with pytest.raises(AsyncRLError, match=re.escape(f'[inference] engine = "{inference["engine"]}"')) as caught:
         check(**inference)
     assert re.search(says, str(caught.value))
+
+
+def test_the_task_is_looked_for_where_the_node_runs(interpreter: Path, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(
+        "from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig\n"
+        "class Game(DigitSort):\n    Config = DigitSortConfig\n"
+    )
+    groups = node_groups(made(engine="vllm", engine_python=str(interpreter)).inference)
+    check_engines(groups, {"kind": "games:Game", "digits": 3})  # it is importable there alone
+    with pytest.raises(AsyncRLError, match=r"in that environment, in which the node runs, \[task\] cannot be loaded"):
+        check_engines(groups, {"kind": "toys:Game"})
 
 
 def test_a_node_of_sglang_needs_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
