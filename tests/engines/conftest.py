@@ -6,8 +6,6 @@ started once. What an engine doesn't declare (engine_house.DECLARES) isn't colle
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from engine_house import ADAPTERS, CONTINUING, DECLARES, WHOLE, Bed, Engines
 from served_model import ServedModel
 
 from inference import served_policies
+from inference.served_policies import memory_scratch
 
 HERE = Path(__file__).resolve().parent
 KINDS = {"adapters": ADAPTERS, "continuing": CONTINUING, "whole": WHOLE}
@@ -61,15 +60,14 @@ def engines(
     request: pytest.FixtureRequest, model: ServedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     """Their files in memory lie in a folder that no other process has anything in."""
-    memory = served_policies.MEMORY / f"async-rl-tests-{os.getpid()}"
-    memory.mkdir(mode=0o700)
-    made = Engines(request.config.getoption("--engine"), model, tmp_path_factory.mktemp("engines"), memory)
+    memory = memory_scratch()
+    made = Engines(request.config.getoption("--engine"), model, tmp_path_factory.mktemp("engines"), memory.path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served_policies, "MEMORY", memory)
+        patch.setattr(served_policies, "MEMORY", memory.path)
         yield made
         made.close()
-    left = list(memory.iterdir())
-    shutil.rmtree(memory)
+    left = list(memory.path.iterdir())
+    memory.remove()
     assert left == []
 
 

@@ -307,11 +307,10 @@ def resident_bytes() -> int:
 
 def unheld_memory() -> set[str]:
     """What lies in /dev/shm and no living process has mapped or open: what engines that ended have left, or others.
-    Not counted are Python's semaphores, which go with the process that started their owner, and folders of tests."""
+    Python's semaphores are not counted, which go with the process that started their owner."""
     held = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             held |= {line.split()[5] for line in (folder / "maps").read_text().splitlines() if "/dev/shm/" in line}
             held |= {os.readlink(file) for file in (folder / "fd").iterdir()}
-    others = ("sem.mp-", "async-rl-tests-")
-    return {str(path) for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)} - held
+    return {str(path) for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")} - held
