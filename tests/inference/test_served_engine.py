@@ -5,45 +5,34 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated_server import SimulatedServer
 
-from inference.engine import Capabilities, Completion
+from inference.engine import Completion
 from inference.served_engine import ServedEngine
 from inference.server import Call, Piece, Signals
 
 SLOTS = 16
 
 
-class SimulatedServer:
-    """Samples a token every few milliseconds for all calls that it runs, `room` at most; it queues the others, and says
-    so, and that it preempts, while more are queued than it has `patience` for."""
+class BusyServer(SimulatedServer):
+    """Of the calls that it runs `room` get tokens; it queues the others, and says so, and that it preempts, while more
+    are queued than it has `patience` for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.room, self.patience, self.preempted, self.most = SLOTS, SLOTS, 0, 0
-        self.first_s = 0.0  # before its first token
-        self.calls: dict[str, Call] = {}
-        self.capabilities = Capabilities("simulated", frozenset({"finish", "recompute"}), 4, "name", 1e-4)
-        self.vocabulary_size = 29
-
-    async def start(self) -> None: ...
-    async def load(self, adapter: str, folder: Path) -> None: ...
-    async def unload(self, adapter: str) -> None: ...
-    async def check(self) -> None: ...
-    async def close(self) -> None: ...
-
-    async def abort(self, name: str) -> None:
-        self.calls.pop(name, None)
+        self.first_s = self.token_s  # before its first token
 
     async def generate(self, call: Call) -> AsyncIterator[Piece]:
         self.calls[call.name] = call
         self.most = max(self.most, len(self.calls))
         for index in range(call.most):
-            await asyncio.sleep(0.004 if index else self.first_s)
+            await asyncio.sleep(self.token_s if index else self.first_s)
             while list(self.calls).index(call.name) >= self.room:
-                await asyncio.sleep(0.004)
+                await asyncio.sleep(self.token_s)
             last = index + 1 == call.most
             if last:
                 del self.calls[call.name]
@@ -55,16 +44,13 @@ class SimulatedServer:
         running = min(len(self.calls), self.room)
         return Signals(running / self.room if queued else 0.5, running, queued, self.preempted)
 
-    def describe(self) -> dict[str, Any]:
-        return {}
-
 
 @pytest.fixture
-def make(qwen: Any) -> Iterator[Callable[..., tuple[ServedEngine, SimulatedServer]]]:
+def make(qwen: Any) -> Iterator[Callable[..., tuple[ServedEngine, BusyServer]]]:
     made: list[ServedEngine] = []
 
-    def make(**options: Any) -> tuple[ServedEngine, SimulatedServer]:
-        server = SimulatedServer()
+    def make(**options: Any) -> tuple[ServedEngine, BusyServer]:
+        server = BusyServer()
         options = {"slots": SLOTS, "max_context": 48, "max_resident": 3, "stop_tokens": ()} | options
         engine = ServedEngine(server, qwen.path, **options)  # type: ignore[arg-type]
         made.append(engine)
