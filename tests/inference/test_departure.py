@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from simulated_server import SimulatedServer
 
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
 from async_rl.trajectory import Trajectory, TrajectoryError, check_trajectory, decode_trajectory
@@ -14,6 +17,9 @@ from async_rl.wire.messages import GiveBack, HandOver, Lease, LeaseSamples, Mess
 from inference.departure import Departure
 from inference.engine import Completion, Request
 from inference.rollout import RolloutBook, ToScore
+from inference.served_calls import SIGNALS_S
+from inference.served_engine import ServedEngine
+from inference.server import EngineDied
 from inference.serving import Serving
 
 TASK = DigitSort(DigitSortConfig(digits=5))
@@ -42,8 +48,10 @@ def lease(number: int, *samples: int, policy: PolicyId | None = None) -> Lease:
 class Place:
     """A node without its sockets: books, engine, serving and departure, and what was said to the buffer."""
 
-    def __init__(self, tiny: Any, handover: Any = "continue", slots: int = 3, in_flight: Any = "finish") -> None:
-        self.engine = tiny.engine(slots=slots)
+    def __init__(
+        self, tiny: Any, handover: Any = "continue", slots: int = 3, in_flight: Any = "finish", engine: Any = None
+    ) -> None:
+        self.engine = engine or tiny.engine(slots=slots)
         self.asked: list[PolicyId] = []
         self.unstarted: list[Any] = []
         self.serving = Serving(
@@ -69,9 +77,17 @@ class Place:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            for completion in self.engine.step():
-                self.done[completion.key] = completion
-                self.to_score.append(self.book.sampled(completion))
+            self.note(self.engine.step())
+
+    def note(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self.done[completion.key] = completion
+            self.to_score.append(self.book.sampled(completion))
+
+    def leave(self) -> int:
+        """As the node does."""
+        self.note(self.engine.finished())
+        return self.departure.leave()
 
     def handed_over(self) -> list[Trajectory]:
         (message,) = [each for each in self.said if isinstance(each, HandOver)]
@@ -154,6 +170,43 @@ def test_what_only_lacks_its_score_is_scored_elsewhere(qwen):
     assert second.engine.active == 0
     assert second.to_score == first.to_score
     assert second.book.scored((1, 0), 1.0, {}, 0.0, "") is not None
+
+
+@pytest.fixture
+def served(qwen: Any) -> Iterator[tuple[ServedEngine, SimulatedServer]]:
+    server = SimulatedServer()
+    engine = ServedEngine(server, qwen.path, slots=3, max_context=48, max_resident=3, stop_tokens=())
+    try:
+        engine.install(*qwen.policy(0))
+        engine.flip(qwen.policy(0)[0], "finish")
+        yield engine, server
+    finally:
+        engine.close()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("died", [False, True])
+def test_an_answer_that_nobody_has_looked_at_yet_is_handed_over_and_not_sampled_again(qwen, served, died):
+    """A server that has a loop of its own is ahead of the node; it may have died since, too."""
+    engine, server = served
+    first, second = Place(qwen, engine=engine), Place(qwen)
+    given_lease = lease(1, 0, 1)
+    first.start(given_lease)
+    first.steps(1)
+    deadline = time.monotonic() + 10
+    while server.calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if died:
+        server.raises = {"check": EngineDied("it is gone")}
+        time.sleep(2.5 * SIGNALS_S)
+    first.departure.begin(100.0, 1.0, "test")
+    assert first.leave() == 0  # they were counted when they came
+    assert given_back(first) == []
+    second.take_over(given_lease, first.handed_over())
+    assert second.engine.active == 0
+    assert second.to_score == first.to_score
+    trajectories = [second.book.scored((1, sample), 1.0, {}, 0.0, "") for sample in (0, 1)]
+    assert [trajectory is not None and trajectory.n_tokens for trajectory in trajectories] == [6 + NEW] * 2
 
 
 def test_handed_over_twice_it_is_still_the_same_and_each_counts_its_own_tokens(qwen):
