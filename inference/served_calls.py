@@ -97,12 +97,15 @@ class ServerCalls:
             self._ending.append((adapter, self._loop.start(self._server.abort(call))))
 
     def wait_for_ending(self, adapter: str | None = None) -> None:
-        """Until no call of this adapter (None: of any) is still being ended."""
+        """Until no call of this adapter (None: of any) is still being ended. Raises EngineDied when one does not end:
+        what it uses is not to be taken from it."""
         deadline = time.monotonic() + CALL_S
         for used, ended in self._ending:
             if adapter is None or used == adapter:
                 with contextlib.suppress(Exception):  # if that failed, so will what comes next
                     ended.result(max(0.0, deadline - time.monotonic()))
+                if not ended.done():
+                    raise self.ended(f"{self._server.capabilities.name} did not end a request within {CALL_S:g} s")
 
     def news(self, wait_s: float = 0.0) -> Iterator[News]:
         """Everything that has come; waits at most so long for the first."""

@@ -14,7 +14,7 @@ from simulated_server import TellingServer
 from sketched_policies import SketchedPolicies
 
 from async_rl.version import PolicyId, VersionRun
-from inference import served_calls
+from inference import served_calls, served_engine
 from inference.engine import Completion, EngineError, InFlight, Prefix, Request
 from inference.served_engine import ServedEngine
 from inference.server import EngineDied
@@ -109,7 +109,7 @@ class Play:
             do(self.rng.choice(list(self.open)))
 
     def take_out(self, key: Key, resume: bool = True) -> None:
-        """And go on with it as another, under any policy."""
+        """And go on with it at once, as if it had come back, under any policy."""
         before = self.engine.active
         prefix = self.engine.take_out(key)
         if self.engine.active == before:
@@ -121,11 +121,10 @@ class Play:
         self.check(request, prefix.tokens, prefix.logprobs, prefix.versions, prefix.resumed)
         assert len(prefix.tokens) < request.sampling.max_new_tokens, "it is done"
         if resume and len(prefix.tokens):
-            self.samples, self.resumed = self.samples + 1, self.resumed + 1
             policy = None if self.policies.whole else self.rng.choice([None, *self.engine.resident])
-            again = request._replace(key=(7, self.samples), prefix=prefix._replace(policy=policy), policy=None)
-            self.open[again.key] = again
-            self.engine.submit(again)
+            self.resumed += 1
+            self.open[key] = request._replace(prefix=prefix._replace(policy=policy), policy=None)
+            self.engine.submit(self.open[key])
 
     def flip(self) -> None:
         """Install the next policy, if there is room, and flip to it, if nothing is pinned to one that would end."""
@@ -241,6 +240,7 @@ def test_with_weights_of_the_whole_model_too(qwen, tmp_path, way):
 @pytest.mark.parametrize(("way", "whole"), [*((way, False) for way in WAYS), ("recompute", True), ("continue", True)])
 def test_of_a_server_that_dies_all_that_was_begun_is_there(qwen, tmp_path, monkeypatch, way, whole, how):
     monkeypatch.setattr(served_calls, "CALL_S", 0.4)
+    monkeypatch.setattr(served_engine, "RELOAD_S", 0.4)
     for name in ("run", "must"):
         monkeypatch.setattr(getattr(served_calls.ServerCalls, name), "__defaults__", (0.4,))
     play = Play(qwen, Weights(qwen, tmp_path) if whole else Adapters(qwen), way, seed=11)

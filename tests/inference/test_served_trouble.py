@@ -125,6 +125,18 @@ def test_a_server_that_will_not_unload_has_another_state_than_is_known_and_count
         engine.step()
 
 
+def test_one_that_does_not_end_a_request_counts_as_dead_and_keeps_what_that_uses(make, qwen, impatient):
+    server = SimulatedServer()
+    engine = make(server)
+    engine.submit(qwen.request(0, new=40, policy=qwen.policy(1)[0]))
+    engine.step()
+    server.hangs = {"abort"}
+    server.raises = {"unload": AssertionError("it was unloaded")}
+    engine.take_out((7, 0))
+    with pytest.raises(EngineDied, match="did not end a request"):
+        engine.evict(qwen.policy(1)[0])
+
+
 class Contradicting(SimulatedServer):
     """Its second piece for the first request contradicts itself."""
 
