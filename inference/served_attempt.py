@@ -99,11 +99,13 @@ class Attempt:
         return Call(self.call, ids, self.left, sampling.temperature, sampling.top_p, seed, stop, adapter, cache_key)
 
     def take(self, piece: Piece) -> None:
-        """What its call has sampled. Raises EngineError when the runs that the server attests are not over it."""
+        """What its call has sampled. Raises EngineError when its parts are not over the same tokens, or when these are
+        more than were asked for."""
         count = len(piece.tokens)
-        if count != len(piece.logprobs):
+        if count != len(piece.logprobs) or count > self.left:
             raise EngineError(
-                f"{request_name(self.request)}: {count} tokens came with {len(piece.logprobs)} log-probabilities"
+                f"{request_name(self.request)}: {count} tokens came with {len(piece.logprobs)} log-probabilities, and "
+                f"{self.left} were left to be sampled"
             )
         if not self.spans:
             assert self.policy is not None

@@ -151,8 +151,9 @@ class Contradicting(SimulatedServer):
             yield self.second if count == 2 and call.name.startswith("7-0-") else piece
 
 
-def test_a_piece_that_contradicts_itself_fails_its_request_alone(make, qwen):
-    engine = make(Contradicting(Piece([1, 2], [-1.0])))
+@pytest.mark.parametrize("second", [Piece([1, 2], [-1.0]), Piece([1] * 8, [-1.0] * 8, None, "length")])
+def test_a_piece_that_contradicts_itself_or_is_too_long_fails_its_request_alone(make, qwen, second):
+    engine = make(Contradicting(second))
     for sample in range(3):
         engine.submit(qwen.request(sample))
     done = finish(engine)
