@@ -45,11 +45,15 @@ def make(qwen: Any) -> Iterator[Make]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server has 0.3 s for everything that is asked of it."""
-    monkeypatch.setattr(served_calls, "CALL_S", 0.3)
-    for name in ("run", "must"):
-        monkeypatch.setattr(getattr(served_calls.ServerCalls, name), "__defaults__", (0.3,))
+def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on a server has 0.3 s for everything that is asked of it."""
+
+    def hurry() -> None:
+        monkeypatch.setattr(served_calls, "CALL_S", 0.3)
+        for name in ("run", "must"):
+            monkeypatch.setattr(getattr(served_calls.ServerCalls, name), "__defaults__", (0.3,))
+
+    return hurry
 
 
 @pytest.fixture
@@ -87,10 +91,11 @@ def finish(engine: ServedEngine) -> dict[int, Completion]:
 
 
 @pytest.mark.parametrize("what", ["load", "unload", "score"])
-def test_a_server_that_never_answers_counts_as_dead_as_nobody_knows_what_it_did(make, qwen, impatient, what):
+def test_a_server_that_never_answers_counts_as_dead_as_nobody_knows_what_it_did(make, qwen, hurry, what):
     server = SimulatedServer()
     engine = make(server)
     server.hangs = {what}
+    hurry()
     ask = {
         "load": lambda: engine.install(*qwen.policy(2)),
         "unload": lambda: engine.evict(qwen.policy(1)[0]),
@@ -100,6 +105,20 @@ def test_a_server_that_never_answers_counts_as_dead_as_nobody_knows_what_it_did(
         ask[what]()
     with pytest.raises(EngineDied):
         engine.step()
+
+
+def test_a_server_that_is_slow_lives_as_long_as_tokens_come(make, qwen):
+    server = SimulatedServer()
+    engine = make(server, stall_timeout_s=1.0)
+    server.token_s = 0.1
+    engine.submit(qwen.request(0, new=20))
+    assert finish(engine)[0].finish == "length"
+    engine.submit(qwen.request(1, new=20))
+    until(lambda: engine.step() or server.calls)
+    server.hangs = {"generate"}
+    with pytest.raises(EngineDied, match=r"sampled nothing for 1 s .*engine_timeout"):
+        until(lambda: engine.step() and False)
+    assert engine.active == 1
 
 
 def test_an_adapter_that_the_server_refuses_is_refused_and_nothing_of_it_is_left(make, qwen, in_memory):
@@ -125,12 +144,13 @@ def test_a_server_that_will_not_unload_has_another_state_than_is_known_and_count
         engine.step()
 
 
-def test_one_that_does_not_end_a_request_counts_as_dead_and_keeps_what_that_uses(make, qwen, impatient):
+def test_one_that_does_not_end_a_request_counts_as_dead_and_keeps_what_that_uses(make, qwen, hurry):
     server = SimulatedServer()
     engine = make(server)
     engine.submit(qwen.request(0, new=40, policy=qwen.policy(1)[0]))
     engine.step()
     server.hangs = {"abort"}
+    hurry()
     server.raises = {"unload": AssertionError("it was unloaded")}
     engine.take_out((7, 0))
     with pytest.raises(EngineDied, match="did not end a request"):
