@@ -100,11 +100,14 @@ class Play:
     def submit(self) -> None:
         self.samples += 1
         length, new = self.rng.randint(2, 8), self.rng.randint(1, 14)
-        can_be_pinned = [self.engine.serving] if self.policies.whole else [*self.engine.resident]
-        pinned = self.rng.choice([None, None, *can_be_pinned])
-        request = self.qwen.request(self.samples, length, new, policy=pinned)
+        request = self.qwen.request(self.samples, length, new, policy=self.any_policy())
         self.open[request.key] = request
         self.engine.submit(request)
+
+    def any_policy(self) -> PolicyId | None:
+        """Or none, of those under which a request may begin."""
+        policies = [self.engine.serving] if self.policies.whole else [*self.engine.resident]
+        return self.rng.choice([None, None, *policies])
 
     def with_one(self, do: Any) -> None:
         if self.open:
@@ -123,9 +126,8 @@ class Play:
         self.check(request, prefix.tokens, prefix.logprobs, prefix.versions, prefix.resumed)
         assert len(prefix.tokens) < request.sampling.max_new_tokens, "it is done"
         if resume and len(prefix.tokens):
-            policy = None if self.policies.whole else self.rng.choice([None, *self.engine.resident])
             self.resumed += 1
-            self.open[key] = request._replace(prefix=prefix._replace(policy=policy), policy=None)
+            self.open[key] = request._replace(prefix=prefix._replace(policy=self.any_policy()), policy=None)
             self.engine.submit(self.open[key])
 
     def flip(self) -> None:
