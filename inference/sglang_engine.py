@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.engine import Capabilities, EngineError
+from inference.flights import Flight, wait, wait_for_calls
 from inference.proof import LOGPROB_BOUNDS
 from inference.request_checks import check_ids
 from inference.scratch import Scratch
@@ -40,21 +41,19 @@ CONTROL_S = 60.0  # for what the server does between two steps
 WEIGHTS_S = 900.0
 POLL_S = 0.1
 REACH_S = 0.25  # an abort waits so long for a sign that its request has reached the scheduler
-LAST_CALL_S = 5.0  # an unload waits so long for a call that is just ending
 ABORT_S = 5.0  # then its connection is closed
 MOST_KEPT = 4096
 """Where only the likeliest tokens are sampled, they are taken from this many at most: SGLang's own limit."""
 
 
-class _Flight:
-    """A call on its way: `begun` once something came of it."""
+class _Flight(Flight):
+    """`begun` once something came of it."""
 
     def __init__(self, adapter: str | None) -> None:
+        super().__init__(adapter)
         self.rid = uuid.uuid4().hex
-        self.adapter = adapter
         self.sent: float | None = None
         self.begun = asyncio.Event()
-        self.ended = asyncio.Event()
         self.stopped = False
         self.stream: Stream | None = None
 
@@ -159,10 +158,7 @@ class SglangServer:
     async def unload(self, adapter: str) -> None:
         if adapter not in self._adapters:
             return
-        for flight in [flight for flight in self._flights.values() if flight.adapter == adapter]:
-            await _wait(flight.ended, LAST_CALL_S)
-            if not flight.ended.is_set():
-                raise EngineError(f"adapter {adapter} is used by a call: SGLang would load nothing until that ends")
+        await wait_for_calls(self._flights, adapter)  # SGLang would load nothing until they have ended
         self._adapters.discard(adapter)
         await self._control("/unload_lora_adapter", {"lora_name": adapter})
         self._forget(adapter)
@@ -221,9 +217,9 @@ class SglangServer:
             return
         await self._open.wait()
         reached = flight.sent + REACH_S - asyncio.get_running_loop().time()
-        await _wait(flight.begun, reached)
+        await wait(flight.begun, reached)
         await self._connected.ask("/abort_request", {"rid": flight.rid}, timeout_s=CONTROL_S)
-        await _wait(flight.ended, ABORT_S)
+        await wait(flight.ended, ABORT_S)
         if not flight.ended.is_set() and flight.stream is not None:
             flight.stream.close()
 
@@ -379,13 +375,6 @@ def _device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), max(seconds, 0))
-    except TimeoutError:
-        return
 
 
 def _scores(meta: Mapping[str, Any], ids: npt.NDArray[np.int32], vocabulary: int) -> npt.NDArray[np.float32]:

@@ -14,7 +14,7 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.engine import Capabilities, EngineError, InFlight
+from inference.flights import Flight, wait, wait_for_calls
 from inference.orphan_guard import OrphanGuard
 from inference.proof import LOGPROB_BOUNDS
 from inference.server import Call, EngineDied, Piece, Signals
@@ -32,6 +33,9 @@ from inference.vllm_settings import device_of, engine_arguments, largest_rank, r
 Result = TypeVar("Result")
 
 NOTICE_S = 0.2  # how soon the end of the engine's process is noticed by who waits for an answer of it
+REACH_S = 30.0  # how long vLLM may prepare a prompt before it knows the request: until then none can be aborted
+REACH_LOOK_S = 0.002
+ABORT_S = 5.0  # how long a call has to end that was aborted
 CLOSE_S = 10.0  # how long its processes have to end by themselves
 COLDEST = 0.01  # vLLM silently raises temperatures below this one, but 0
 
@@ -66,6 +70,7 @@ class VllmServer:
         self._processes: EngineProcesses | None = None
         self._stats = Stats()
         self._adapters: dict[str, Adapter] = {}
+        self._flights: dict[str, Flight] = {}
         self._swapped: set[str] = set()
         self._numbers = itertools.count(1)
         self._scores = itertools.count()
@@ -149,6 +154,7 @@ class VllmServer:
             raise EngineError(f"no room for adapter {adapter}: {len(self._adapters)} are loaded; unload one first")
 
     async def unload(self, adapter: str) -> None:
+        await wait_for_calls(self._flights, adapter)  # one would look for its folder, and end the engine
         entry = self._adapters.pop(adapter, None)
         self._swapped.discard(adapter)
         if entry is not None:
@@ -209,21 +215,31 @@ class VllmServer:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, call: Call) -> AsyncIterator[Piece]:
-        await self.check()
-        spans = self._whole or call.adapter in self._swapped
-        pieces = PieceMaker(self._engine, call.name, spans=spans)
-        outputs = self._engine.generate(
-            self._prompt(call.ids, f"{self._changes}:{call.cache_key}"), self._sampling(call), call.name,
-            lora_request=self._adapter(call.adapter),
-        )  # fmt: skip
-        async with contextlib.aclosing(outputs):
-            try:
-                async for output in outputs:
-                    piece = pieces.made_of(output)
-                    if piece is not None:
-                        yield piece
-            except Exception as error:
-                raise self._meaning(error, f"call {call.name}") from error
+        with self._flight(call.name, call.adapter):
+            await self.check()
+            spans = self._whole or call.adapter in self._swapped
+            pieces = PieceMaker(self._engine, call.name, spans=spans)
+            outputs = self._engine.generate(
+                self._prompt(call.ids, f"{self._changes}:{call.cache_key}"), self._sampling(call), call.name,
+                lora_request=self._adapter(call.adapter),
+            )  # fmt: skip
+            async with contextlib.aclosing(outputs):
+                try:
+                    async for output in outputs:
+                        piece = pieces.made_of(output)
+                        if piece is not None:
+                            yield piece
+                except Exception as error:
+                    raise self._meaning(error, f"call {call.name}") from error
+
+    @contextlib.contextmanager
+    def _flight(self, name: str, adapter: str | None) -> Iterator[None]:
+        flight = self._flights[name] = Flight(adapter)
+        try:
+            yield
+        finally:
+            flight.ended.set()
+            del self._flights[name]
 
     def _prompt(self, ids: npt.NDArray[np.int32], salt: str) -> Any:
         return {"prompt_token_ids": ids.tolist(), "cache_salt": salt}
@@ -241,8 +257,19 @@ class VllmServer:
             raise self._meaning(error, f"call {call.name}") from error
 
     async def abort(self, name: str) -> None:
-        if self._engine is not None and not self._engine.errored:
-            await self._ask(self._engine.abort(name))
+        """vLLM knows a request once its prompt was prepared, beside the event loop; an earlier abort would be lost."""
+        flight = self._flights.get(name)
+        if flight is None:
+            return
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + REACH_S
+        while not flight.ended.is_set() and clock() < deadline:
+            await self.check()
+            if name in self._engine.output_processor.external_req_ids:
+                await self._ask(self._engine.abort(name))
+                await wait(flight.ended, ABORT_S)
+                return
+            await asyncio.sleep(REACH_LOOK_S)
 
     async def score(
         self, adapter: str | None, sequences: Sequence[npt.NDArray[np.int32]]
@@ -266,12 +293,13 @@ class VllmServer:
             self._prompt(tokens, name), sampling, name, lora_request=self._adapter(adapter)
         )  # fmt: skip
         last = None
-        async with contextlib.aclosing(outputs):
-            try:
-                async for output in outputs:
-                    last = output
-            except Exception as error:
-                raise self._meaning(error, f"to score {len(tokens)} tokens") from error
+        with self._flight(name, adapter):
+            async with contextlib.aclosing(outputs):
+                try:
+                    async for output in outputs:
+                        last = output
+                except Exception as error:
+                    raise self._meaning(error, f"to score {len(tokens)} tokens") from error
         return prompt_logprobs(last, len(tokens))
 
     # --- how it is ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from engine_house import RESIDENT, Bed, resident_bytes
+from engine_house import CONTEXT, RESIDENT, Bed, resident_bytes
 
 from inference.engine import Completion
 
@@ -30,6 +30,31 @@ def test_an_aborted_request_comes_back_with_what_was_sampled_and_frees_policy_an
         assert (done[i].finish, len(done[i].tokens)) == ("length", 120)
         adapters.assert_sampled_by(0, requests[i], done[i])
     assert adapters.uses() == {0: 0}
+
+
+def test_a_request_that_is_aborted_as_soon_as_it_is_sent_runs_no_more(adapters: Bed) -> None:
+    """It would run on for seconds: a server does not know a request yet, of which it prepares the prompt."""
+    for i in range(4):
+        request = adapters.model.request(i, length=100, new=CONTEXT - 100)
+        adapters.submit([request])
+        adapters.send()
+        adapters.engine.abort(request.key)
+        adapters.assert_server_idle(within_s=1.0)
+        assert [completion.finish for completion in adapters.finish().values()] == ["abort"]
+
+
+def test_a_policy_can_be_evicted_as_soon_as_its_requests_are_aborted(adapters: Bed) -> None:
+    """A server would look for the adapter of one that it still has, and die."""
+    for i in range(10):
+        request = adapters.model.request(i, length=200, new=CONTEXT - 200)
+        adapters.submit([request])
+        adapters.send()
+        adapters.engine.abort(request.key)
+        adapters.serve((i + 1) % 2)
+        adapters.engine.evict(adapters.model.policy(i % 2)[0])
+        adapters.finish()
+    request = adapters.model.request(50, length=20, new=30)
+    adapters.assert_sampled_by(0, request, adapters.run([request])[50])
 
 
 def test_aborts_at_random_moments_leave_no_reference_and_nothing_running(adapters: Bed) -> None:

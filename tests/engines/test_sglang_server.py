@@ -23,7 +23,7 @@ from served_model import Ids, Tensors, logprobs_by, write_peft
 from tiny_lm import VOCABULARY, tiny_lm
 
 from async_rl.trajectory import Finish
-from inference import sglang_engine
+from inference import flights
 from inference.engine import EngineError
 from inference.event_loop import EventLoop
 from inference.server import Call
@@ -163,13 +163,13 @@ def test_an_adapter_that_was_unloaded_is_not_loaded_again_by_a_request(served: S
 def test_an_adapter_in_use_is_not_unloaded_and_holds_up_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_engine, "LAST_CALL_S", 0.001)
+    monkeypatch.setattr(flights, "LAST_CALL_S", 0.001)
     served.do(served.server.load("used", served.adapter("used")))
 
     async def unload_while_it_runs() -> Sampled:
         calls = [asyncio.create_task(served.sample(f"long-{i}", "used", most=CONTEXT - len(PROMPT))) for i in range(4)]
         await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="is used by a call"):
+        with pytest.raises(EngineError, match="is used by call long-0"):
             await served.server.unload("used")
         await served.server.load("other", served.adapter("other"))
         return (await asyncio.gather(*calls))[0]

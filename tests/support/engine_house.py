@@ -126,6 +126,13 @@ class Bed:
             self.engine.submit(request)
             self._keys.add(request.key)
 
+    def send(self) -> None:
+        """What waits begins; with a server nothing is waited for, so that it may not even know of it yet."""
+        if self.name == "torch":
+            self.engine.step()
+        else:
+            self.engine._send()  # type: ignore[attr-defined]
+
     def begin(self, requests: Iterable[Request], steps: int = 5) -> None:
         """Submit, and go on until each has a token and the engine has stepped some more."""
         self.submit(requests)
@@ -228,10 +235,10 @@ class Bed:
         """How many requests use each resident policy, by version."""
         return {policy.version: uses for policy, uses in self.engine.resident.items()}
 
-    def assert_server_idle(self) -> None:
-        """What runs behind the engine says so itself, within a few seconds."""
-        deadline = time.monotonic() + 10
-        time.sleep(0 if self.name == "torch" else 1)  # what it said last is older than this
+    def assert_server_idle(self, within_s: float = 10.0) -> None:
+        """What runs behind the engine says so itself."""
+        deadline = time.monotonic() + within_s
+        time.sleep(0 if self.name == "torch" else 0.5)  # what it said last is older than this
         while (now := getattr(self.engine, "signals", None)) is not None and now.running + now.queued > 0:
             assert time.monotonic() < deadline, now
             time.sleep(0.1)
