@@ -100,14 +100,17 @@ class Play:
     def submit(self) -> None:
         self.samples += 1
         length, new = self.rng.randint(2, 8), self.rng.randint(1, 14)
-        request = self.qwen.request(self.samples, length, new, policy=self.any_policy())
+        request = self.qwen.request(
+            self.samples, length, new, policy=self.any_policy(nones=6 if self.policies.whole else 2)
+        )
         self.open[request.key] = request
         self.engine.submit(request)
 
-    def any_policy(self) -> PolicyId | None:
-        """Or none, of those under which a request may begin."""
+    def any_policy(self, nones: int) -> PolicyId | None:
+        """Of those under which a request may begin; or none, as if it were so many of them. What is pinned keeps
+        weights of the whole model from their flip."""
         policies = [self.engine.serving] if self.policies.whole else [*self.engine.resident]
-        return self.rng.choice([None, None, *policies])
+        return self.rng.choice([None] * nones + policies)
 
     def with_one(self, do: Any) -> None:
         if self.open:
@@ -127,7 +130,7 @@ class Play:
         assert len(prefix.tokens) < request.sampling.max_new_tokens, "it is done"
         if resume and len(prefix.tokens):
             self.resumed += 1
-            self.open[key] = request._replace(prefix=prefix._replace(policy=self.any_policy()), policy=None)
+            self.open[key] = request._replace(prefix=prefix._replace(policy=self.any_policy(nones=1)), policy=None)
             self.engine.submit(self.open[key])
 
     def flip(self) -> None:
