@@ -55,8 +55,8 @@ def seed_after(seed: int, sampled: int) -> int:
 @dataclass(slots=True)
 class Attempt:
     """`policy` is the one it uses (None while it waits unpinned), `call` the name of the call that runs for it, on
-    `adapter`. `spans`: the server says for itself which weights made each token; else they are the policy's. Times are
-    of the monotonic clock, in seconds."""
+    `adapter`. `spans`: the server says for itself which weights made each token; else they are the policy's. It had
+    `begun_at` tokens when that call began. Times are of the monotonic clock, in seconds."""
 
     request: Request
     limit: int
@@ -73,6 +73,7 @@ class Attempt:
     spans: bool = False
     calls: int = 0
     started: float = 0.0
+    begun_at: int = 0
     routes: npt.NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
@@ -87,13 +88,18 @@ class Attempt:
         """How many tokens more it may have."""
         return self.limit - len(self.tokens)
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing has come of the call that runs: the server may not even have begun with it."""
+        return len(self.tokens) == self.begun_at
+
     def begin(self, stop: tuple[int, ...], adapter: str | None, cache_key: str, spans: bool, now: float) -> Call:
         """The next call for it: the prompt and what was sampled so far are its prompt. No other call has its name."""
         key, sampling = self.request.key, self.request.sampling
         self.calls += 1
         self.call, self.adapter, self.spans = f"{key[0]}-{key[1]}-{next(_calls)}", adapter, spans
         self.queued_s += now - self.submitted
-        self.started = now
+        self.started, self.begun_at = now, len(self.tokens)
         ids = np.concatenate([self.request.prompt, np.asarray(self.tokens, dtype=np.int32)]).astype(np.int32)
         seed = seed_after(self.request.seed, len(self.tokens))
         return Call(self.call, ids, self.left, sampling.temperature, sampling.top_p, seed, stop, adapter, cache_key)

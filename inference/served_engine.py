@@ -230,11 +230,11 @@ class ServedEngine:
 
     def _move(self, attempts: Iterable[Attempt], in_flight: InFlight) -> None:
         """Requests that run go on under the serving policy: those whose weights were changed under them, without
-        noticing; the others by recomputing."""
+        noticing; the others, and those that would begin with the old one's cache for a prompt, by recomputing."""
         assert self.serving is not None
         again = []
         for attempt in attempts:
-            if in_flight == "continue" and attempt.spans:
+            if in_flight == "continue" and attempt.spans and not attempt.silent:
                 self._unbind(attempt)
                 self._bind(attempt, self.serving)
             elif attempt.policy != self.serving:

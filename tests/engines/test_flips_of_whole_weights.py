@@ -116,6 +116,24 @@ def test_a_request_after_a_flip_has_nothing_of_the_old_weights_cache(whole: Bed,
     np.testing.assert_allclose(done[5].logprobs, expected, atol=CLOSE, rtol=0)
 
 
+@pytest.mark.needs("process")
+def test_a_request_that_has_sampled_nothing_at_a_flip_has_nothing_of_the_old_weights_cache(whole: Bed) -> None:
+    """It still waits in the server, whose cache has its prompt of before under the key that it came with."""
+    first, running = whole.model.request(0, length=300, new=4), whole.model.request(1, new=LONG)
+    whole.run([first])
+    whole.begin([running])
+    policy = whole.install_files([whole.updates.step()])
+    again = first._replace(key=(8, 5))
+    whole.submit([again])
+    whole.send()
+    whole.engine.flip(policy, "continue")
+    done = whole.finish()
+    assert [run.version for run in done[1].versions] == [policy.version - 1, policy.version]
+    assert done[5].versions == runs(whole, (0, 4))
+    expected = logprobs_by(oracle(whole), again.prompt, done[5].tokens)
+    np.testing.assert_allclose(done[5].logprobs, expected, atol=CLOSE, rtol=0)
+
+
 def test_what_does_not_fit_is_refused_and_what_serves_goes_on(whole: Bed) -> None:
     whole.begin([whole.model.request(0, new=LONG)])
     serving, weights = whole.engine.serving, whole.updates.copy()
