@@ -29,7 +29,7 @@ HARMLESS = {
     ("inference/bench_flips_house.py", "self._pipe.recv_bytes()"): "poll with a limit found something in it",
     ("inference/orphan_guard.py", "parent.join()"): "a daemon's only work: to wait for its parent's end",
     ("inference/sglang_engine.py", "self._open.wait()"): "weights are changed, by questions that have limits",
-    ("inference/sglang_engine.py", "event.wait()"): "within a wait_for that has a limit",
+    ("inference/flights.py", "event.wait()"): "within a wait_for that has a limit",
     ("trainer/bench_process.py", "ours.recv_bytes()"): "poll with a limit found something in it",
     ("buffer/bench_transport_arms.py", "endpoint.get()"): "something is in it",
     ("buffer/bench_transport_arms.py", "socket.recv()"): "its crew, which waits with a limit, kills it",
