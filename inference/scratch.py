@@ -8,11 +8,13 @@ kernel lets go when the process is gone.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from async_rl.errors import AsyncRLError
@@ -20,6 +22,7 @@ from async_rl.errors import AsyncRLError
 log = logging.getLogger("scratch")
 
 PREFIX = "async-rl-scratch-"
+ELSEWHERE = "files-elsewhere"  # in the folder: a line for each
 ATTEMPTS = 10  # another process may take a new folder for a leftover, until it is held
 
 
@@ -32,8 +35,13 @@ class Scratch:
         remove_leftovers(root)
         self.path, self._held = _make(root)
 
+    def take_along(self, files: Iterable[str]) -> None:
+        """These lie elsewhere, and go with the folder."""
+        with (self.path / ELSEWHERE).open("a") as names:
+            names.writelines(f"{file}\n" for file in files)
+
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._held)
 
 
@@ -43,8 +51,15 @@ def remove_leftovers(root: Path) -> None:
         held = _hold(path)
         if held is not None:
             log.info("%s is taken away: the process that made it was killed", path)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             os.close(held)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # most have no files elsewhere
+        for file in (path / ELSEWHERE).read_text().splitlines():
+            Path(file).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(root: Path) -> tuple[Path, int]:

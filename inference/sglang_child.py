@@ -2,7 +2,8 @@
 
 A server is three processes or more. They are one process group. Its first process is killed by the kernel when the
 thread that started it is gone (so also at a kill -9 of ours), and that takes its own children with it. Its temporary
-files lie in a folder of ours (inference.scratch), which the next one takes away if we could not.
+files lie in a folder of ours (inference.scratch), which the next one takes away if we could not, and with it those in
+shared memory.
 """
 
 from __future__ import annotations
@@ -118,7 +119,6 @@ class Child:
         self.log = log or self._scratch.path / "server.log"
         self._log_start = 0  # what is before it is of another server
         self.port = _free_port()
-        self._leftovers: set[str] = set()
         try:
             self._process = self._launch(python, model_path, flags, key)
         except OSError as error:
@@ -153,8 +153,9 @@ class Child:
         return f"{self.log} is empty"
 
     def note_files(self) -> None:
-        """To be called when it is ready: of a server that is dead nobody knows which they were."""
-        self._leftovers |= _shared_files(self.pid)
+        """To be called when it is ready: of a server that is dead nobody knows which they were. From then on they go
+        with our folder, whoever takes that away."""
+        self._scratch.take_along(_shared_files(self.pid))
 
     async def close(self) -> None:
         """Asks nothing of the server: a polite end takes it seven seconds and leaves more behind."""
@@ -168,8 +169,6 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a disk holds it
             self._process.wait(ORPHANS_S)
-        for name in self._leftovers:
-            Path(name).unlink(missing_ok=True)
         self._scratch.remove()
 
     def _launch(self, python: str, model_path: Path, flags: Mapping[str, Any], key: str) -> subprocess.Popen[bytes]:

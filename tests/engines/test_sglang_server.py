@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_house import CLOSE, Engines, children
+from engine_house import CLOSE, Engines, children, unheld_memory
 from peft import PeftModel
 from served_model import Ids, Tensors, logprobs_by, write_peft
 from tiny_lm import VOCABULARY, tiny_lm
@@ -26,6 +26,7 @@ from async_rl.trajectory import Finish
 from inference import flights
 from inference.engine import EngineError
 from inference.event_loop import EventLoop
+from inference.scratch import ELSEWHERE, Scratch
 from inference.server import Call
 from inference.sglang_engine import SglangServer
 
@@ -114,10 +115,10 @@ def served(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     before = set(children())
     made = Served(tmp_path_factory.mktemp("sglang"), engines.log())
     yield made
+    assert made.server._child is not None
+    in_memory = (made.server._child._scratch.path / ELSEWHERE).read_text().splitlines()
     made.close()
     assert set(children()) <= before
-    assert made.server._child is not None
-    in_memory = made.server._child._leftovers
     assert in_memory
     assert [name for name in in_memory if Path(name).exists()] == []
 
@@ -239,8 +240,9 @@ def test_an_id_outside_the_vocabulary_does_not_reach_it(served: Served) -> None:
     served.do(served.server.check())
 
 
-def test_nothing_runs_on_when_the_node_is_killed(engines: Engines, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_node_that_is_killed_when_the_next_begins(engines: Engines, tmp_path: Path) -> None:
     engines.close()
+    in_memory = unheld_memory()
     command = [sys.executable, "-P", "-c", NODE, str(engines.model.path), str(tmp_path / "log")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as node:
@@ -251,3 +253,6 @@ def test_nothing_runs_on_when_the_node_is_killed(engines: Engines, tmp_path: Pat
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert len(processes) >= 3
     assert alive == []
+    assert unheld_memory() - in_memory
+    Scratch().remove()
+    assert unheld_memory() - in_memory == set()

@@ -16,7 +16,9 @@ from inference.scratch import PREFIX, Scratch
 HOLDER = """
 import sys
 from inference.scratch import Scratch
-print(Scratch().path, flush=True)
+scratch = Scratch()
+scratch.take_along(sys.argv[1:])
+print(scratch.path, flush=True)
 sys.stdin.read()
 """
 
@@ -38,15 +40,18 @@ def test_it_is_for_its_owner_alone_and_gone_with_all_that_is_in_it(root: Path) -
 
 
 def test_what_a_killed_process_left_is_taken_away_by_the_next_and_not_before(root: Path) -> None:
+    elsewhere = root / "elsewhere"
+    elsewhere.write_bytes(b"1234")
     holder = subprocess.Popen(
-        [sys.executable, "-P", "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"TMPDIR": str(root)},
+        [sys.executable, "-P", "-c", HOLDER, str(elsewhere), "/no/such/file"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(root)},
     )  # fmt: skip
     assert holder.stdout is not None
     left = Path(holder.stdout.readline().strip())
     (left / "policy").write_bytes(b"1234")
     first = Scratch()
     assert (left / "policy").exists()
+    assert elsewhere.exists()
     holder.kill()
     holder.communicate(timeout=20)
     assert left.exists()
