@@ -236,7 +236,7 @@ def test_a_failed_swap_leaves_the_old_adapter_and_the_engine_goes_on(served: Ser
 
 def test_a_node_that_is_killed_leaves_no_process_and_no_shared_memory(engines: Engines, model: ServedModel) -> None:
     engines.close()
-    before, in_memory = set(children()), unheld_memory()
+    before, in_memory = set(children()), unheld_memory(semaphores=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     node = subprocess.Popen(
         [sys.executable, "-P", "-c", NODE, str(model.path)], env=environment, stdout=subprocess.PIPE, text=True
@@ -250,7 +250,7 @@ def test_a_node_that_is_killed_leaves_no_process_and_no_shared_memory(engines: E
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     deadline = time.monotonic() + 10
-    while left := {name for name in unheld_memory() - in_memory if "psm_" in name or "sem." in name}:
+    while left := {name for name in unheld_memory(semaphores=True) - in_memory if "psm_" in name or "sem." in name}:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 

@@ -312,12 +312,13 @@ def resident_bytes() -> int:
     return total
 
 
-def unheld_memory() -> set[str]:
+def unheld_memory(*, semaphores: bool = False) -> set[str]:
     """What lies in /dev/shm and no living process has mapped or open: what engines that ended have left, or others.
-    Python's semaphores are not counted, which go with the process that started their owner."""
+    Python's semaphores are only counted where told to: they go with the process that started their owner."""
     held = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             held |= {line.split()[5] for line in (folder / "maps").read_text().splitlines() if "/dev/shm/" in line}
             held |= {os.readlink(file) for file in (folder / "fd").iterdir()}
-    return {str(path) for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")} - held
+    kept = [path for path in Path("/dev/shm").iterdir() if semaphores or not path.name.startswith("sem.mp-")]
+    return {str(path) for path in kept} - held
