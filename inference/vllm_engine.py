@@ -109,7 +109,11 @@ class VllmServer:
         self._check_device()
         try:
             engine_args = self._vllm.AsyncEngineArgs(**self._arguments, additional_config=OrphanGuard())
-            self._engine = loop.AsyncLLM.from_engine_args(engine_args, stat_loggers=[self._stats.logger])
+            # What it is to be used as decides how many tokens it reads in one step: else the fewest.
+            usage = importlib.import_module("vllm.usage.usage_lib").UsageContext.LLM_CLASS
+            self._engine = loop.AsyncLLM.from_engine_args(
+                engine_args, usage_context=usage, stat_loggers=[self._stats.logger]
+            )
         except Exception as error:
             raise EngineError(
                 f"vLLM did not start: {type(error).__name__}: {error} (the log above says more)"
