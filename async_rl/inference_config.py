@@ -217,10 +217,12 @@ OFFERED: Mapping[EngineName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 NOT_FOR_VLLM = frozenset((
     "model", "tokenizer", "skip_tokenizer_init", "enable_lora", "max_loras", "max_cpu_loras", "logprobs_mode",
-    "additional_config", "worker_extension_cls", "max_logprobs", "dtype",
+    "additional_config", "gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend", "worker_extension_cls",
+    "max_logprobs", "dtype",
 ))  # fmt: skip
 NOT_FOR_SGLANG = frozenset(("config", "model", "model-path", "host", "port", "api-key", "admin-api-key"))
-"""What a node sets by itself; its server's key is a new one each time, and in no file that others may read."""
+"""What a node sets by itself, the backends among them, which vLLM would write into its `additional_config`; a server's
+key is a new one each time, and in no file that others may read."""
 
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?(/|$)")  # a host, and a port perhaps
 
