@@ -140,6 +140,7 @@ class SglangServer:
         self._check_flags(facts)
         if self._endpoint and not self._whole:
             await self._client.unload_all(timeout_s=CONTROL_S)
+        await self.score(None, [np.zeros(2, np.int32)])  # what is compiled at the first request is there when it is up
 
     async def load(self, adapter: str, folder: Path) -> None:
         check_config(adapter, folder)
