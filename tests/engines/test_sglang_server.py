@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_house import CLOSE, Engines, children, unheld_memory
+from engine_house import ADAPTERS, CLOSE, LONG, Engines, children, unheld_memory
 from peft import PeftModel
 from served_model import Ids, Tensors, logprobs_by, write_peft
 from tiny_lm import VOCABULARY, tiny_lm
@@ -238,6 +238,25 @@ def test_an_id_outside_the_vocabulary_does_not_reach_it(served: Served) -> None:
     with pytest.raises(EngineError, match=f"token id {VOCABULARY}"):
         served.do(served.server.score(None, [np.array([1, VOCABULARY], np.int32)]))
     served.do(served.server.check())
+
+
+def test_what_a_preempted_request_sampled_stays_as_it_was_and_it_goes_on(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server, made to, preempts one every few steps, and computes its KV cache again."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "20")
+    bed = engines.extra(ADAPTERS)
+    try:
+        bed.serve(0)
+        requests = [bed.model.request(i, length=40, new=LONG) for i in range(6)]
+        done = bed.run(requests)
+        assert bed.ask(bed.server.signals()).preempted > 0
+        for request in requests:
+            bed.assert_sampled_by(0, request, done[request.key[1]])
+            assert len(done[request.key[1]].tokens) == LONG
+    finally:
+        bed.engine.close()
 
 
 def test_nothing_is_left_of_a_node_that_is_killed_when_the_next_begins(engines: Engines, tmp_path: Path) -> None:
