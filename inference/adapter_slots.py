@@ -22,6 +22,14 @@ class Adapter(PolicyContent):
     config: dict[str, Any]
 
 
+def read_content(policy: PolicyId, path: Path) -> Adapter:
+    """See inference.engine.Engine.read. Raises EngineError."""
+    try:
+        return Adapter(*read_adapter(path, expected_digest=policy.digest))
+    except AdapterError as error:
+        raise EngineError(f"policy {policy.short()}: {error}") from error
+
+
 class AdapterSlots:
     """Implements inference.policy_weights.PolicyWeights."""
 
@@ -32,10 +40,7 @@ class AdapterSlots:
         self._runner, self._resident = runner, resident
 
     def read(self, policy: PolicyId, path: Path) -> Adapter:
-        try:
-            return Adapter(*read_adapter(path, expected_digest=policy.digest))
-        except AdapterError as error:
-            raise EngineError(f"policy {policy.short()}: {error}") from error
+        return read_content(policy, path)
 
     def install(self, policy: PolicyId, content: PolicyContent) -> tuple[str, ...]:
         assert isinstance(content, Adapter)

@@ -45,17 +45,8 @@ def _torch(config: Config, model_path: Path, _log: Path | None) -> Engine:
 def _vllm(config: Config, model_path: Path, _log: Path | None) -> Engine:
     from inference.vllm_engine import VllmServer
 
-    inference = config.inference
     server = VllmServer(
-        model_path,
-        slots=inference.slots,
-        max_context=inference.max_context,
-        max_adapters=inference.max_resident,
-        device=config.model.device,
-        dtype=_dtype(config),
-        whole=_storage(config) is not None,
-        in_flight=inference.in_flight,
-        arguments=vllm_arguments(config),
+        model_path, **_of_any_server(config), in_flight=config.inference.in_flight, arguments=vllm_arguments(config)
     )
     return _served(server, config, model_path)
 
@@ -66,18 +57,25 @@ def _sglang(config: Config, model_path: Path, log: Path | None) -> Engine:
     inference = config.inference
     server = SglangServer(
         model_path,
-        slots=inference.slots,
-        max_context=inference.max_context,
-        max_adapters=inference.max_resident,
-        device=config.model.device,
-        dtype=_dtype(config),
-        whole=_storage(config) is not None,
+        **_of_any_server(config),
         python=interpreter(inference),
         endpoint=inference.sglang.endpoint,
         arguments=sglang_arguments(config),
         log=log,
     )
     return _served(server, config, model_path)
+
+
+def _of_any_server(config: Config) -> dict[str, Any]:
+    inference = config.inference
+    return {
+        "slots": inference.slots,
+        "max_context": inference.max_context,
+        "max_adapters": inference.max_resident,
+        "device": config.model.device,
+        "dtype": _dtype(config),
+        "whole": _storage(config) is not None,
+    }
 
 
 def vllm_arguments(config: Config) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +68,21 @@ def layer_windows(config: PreTrainedConfig) -> dict[str, int | None]:
     return windows
 
 
-def end_tokens(model: PreTrainedModel) -> Collection[int]:
-    """The model's end-of-sequence ids: of its generation config, else of its config; empty when it names none."""
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        ids: Any = getattr(config, "eos_token_id", None)
+def end_tokens(configs: Iterable[Any]) -> tuple[int, ...]:
+    """A model's end-of-sequence ids: of the first of its configs that names any, which the generation config should
+    be; empty when none does."""
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
         if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
 
 
 def stop_table(model: PreTrainedModel, vocab: int, stop_tokens: Collection[int] | None) -> npt.NDArray[np.bool_]:
     """For each token whether it ends a request: bool[vocab]; None: the model's own end tokens."""
     table = np.zeros(vocab, dtype=bool)
-    for token in end_tokens(model) if stop_tokens is None else stop_tokens:
+    own = (model.generation_config, model.config.get_text_config(decoder=True))
+    for token in end_tokens(own) if stop_tokens is None else stop_tokens:
         if not 0 <= token < vocab:
             raise EngineError(f"stop token {token} is outside the model's vocabulary of {vocab}")
         table[token] = True

@@ -19,13 +19,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from async_rl.policy.adapter import AdapterError, canonical_config, read_adapter
+from async_rl.policy.adapter import canonical_config
 from async_rl.policy.update_file import STORAGE, Storage
 from async_rl.version import PolicyId
 from inference.adapter_match import match_adapter
-from inference.adapter_slots import Adapter
+from inference.adapter_slots import Adapter, read_content
 from inference.engine import EngineError
-from inference.model_loading import load_model
+from inference.model_loading import end_tokens, load_model
 from inference.scratch import Scratch
 
 MEMORY = Path("/dev/shm")  # a disk that is memory, on Linux
@@ -57,11 +57,7 @@ def end_tokens_of(path: Path) -> tuple[int, ...]:
     sources: list[Any] = [AutoConfig.from_pretrained(path).get_text_config(decoder=True)]
     if (path / "generation_config.json").is_file():
         sources.insert(0, GenerationConfig.from_pretrained(path))
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
+    return end_tokens(sources)
 
 
 class AdapterFolders:
@@ -74,11 +70,7 @@ class AdapterFolders:
         self._made = 0
 
     def read(self, policy: PolicyId, path: Path) -> Adapter:
-        """See Engine.read."""
-        try:
-            return Adapter(*read_adapter(path, expected_digest=policy.digest))
-        except AdapterError as error:
-            raise EngineError(f"policy {policy.short()}: {error}") from error
+        return read_content(policy, path)
 
     def write(self, policy: PolicyId, content: Adapter) -> tuple[str, ...]:
         """Check it and make its folder; the names of the modules that it matched. Raises EngineError."""
