@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_disk import small_disk
 
 from buffer.journal import (
     END_MARK,
@@ -174,18 +172,6 @@ def test_segments_and_their_folder_are_their_owners_alone(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert segment_numbers(path.parent) == [0]
-
-
-@contextmanager
-def small_disk() -> Iterator[None]:
-    """No file may grow beyond 4 kB: a write that passes it fails half-way, as on a full disk. For the shortest time:
-    the limit is the whole process's, and holds for the file that the test runner's own output goes to."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path):

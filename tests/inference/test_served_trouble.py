@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from simulated_server import SimulatedServer
+from small_disk import small_disk
 from sketched_policies import SketchedPolicies
 
 from async_rl.version import VersionRun
@@ -61,14 +61,6 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where policies lie as files, a place for this test alone."""
     monkeypatch.setattr(served_policies, "MEMORY", tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def small_files() -> Iterator[Callable[[], None]]:
-    """From the call on no file may have more than 4096 bytes, until the test ends."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
@@ -252,12 +244,11 @@ def folders(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
 
 
-def test_no_room_for_an_adapter_is_a_refusal_and_leaves_no_folder(make, qwen, in_memory, small_files):
+def test_no_room_for_an_adapter_is_a_refusal_and_leaves_no_folder(make, qwen, in_memory):
     engine = make(SimulatedServer())
     before = folders(in_memory)
     assert len(before) == 2
-    small_files()
-    with pytest.raises(EngineError, match="no room for it in") as refused:
+    with small_disk(), pytest.raises(EngineError, match="no room for it in") as refused:
         engine.install(*qwen.policy(2))
     assert not isinstance(refused.value, EngineDied)
     assert folders(in_memory) == before
@@ -265,12 +256,11 @@ def test_no_room_for_an_adapter_is_a_refusal_and_leaves_no_folder(make, qwen, in
     assert finish(engine)[1].finish == "length"
 
 
-def test_no_room_for_a_checkpoint_ends_the_engine_and_leaves_no_folder(make, qwen, tmp_path, in_memory, small_files):
+def test_no_room_for_a_checkpoint_ends_the_engine_and_leaves_no_folder(make, qwen, tmp_path, in_memory):
     engine = make(SimulatedServer("recompute", whole=True), storage="float32")
     base = SketchedPolicies(qwen.path, tmp_path).main[0]
     engine.install(base.policy, base.path)
-    small_files()
-    with pytest.raises(EngineDied, match="no room for a checkpoint"):
+    with small_disk(), pytest.raises(EngineDied, match="no room for a checkpoint"):
         engine.flip(base.policy, "recompute")
     assert folders(in_memory) == []
 
