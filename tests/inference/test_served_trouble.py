@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from simulated_server import SimulatedServer
-from small_disk import small_disk
 from sketched_policies import SketchedPolicies
+from small_disk import small_disk
 
 from async_rl.version import VersionRun
 from inference import served_calls, served_policies
