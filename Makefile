@@ -3,6 +3,7 @@
 # make test-slow    the tests that build compiled code or run every benchmark
 # make test-sample  one short form of each kind of fault, with real processes
 # make test-faults  kills, cuts, losses and freezes, for minutes; writes docs/faults.txt
+# make test-megatron  the tests of the Megatron backend, on 2 and 4 processes
 # make engines       environments of vLLM and SGLang for CPUs, outside this clone; .engines/ leads there
 # make test-engines  set up, then the tests of engines with each of the three
 # make lint    ruff and mypy
@@ -12,21 +13,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MEGATRON := $(VENV)/.megatron
 READY := $(VENV)/.ready
 
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-sample test-faults engines test-engines setup lint wheel-test clean
+.PHONY: run test test-megatron test-slow test-sample test-faults engines test-engines setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults and not sample" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron" $(ARGS)
 
 test-sample: setup
 	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)
+
+test-megatron: $(MEGATRON)
+	$(BIN)/python -P -m pytest -m megatron tests/megatron $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -55,6 +60,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "async-rl needs Python 3.11 or newer, this is %s: make PYTHON=python3.11" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Its metadata asks for Python 3.12, which it does not need (docs/megatron.md).
+$(MEGATRON): $(READY) constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --ignore-requires-python -c constraints.txt megatron-core
 	touch $@
 
 clean:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from async_rl.parallel_config import ParallelConfig
 from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat, PositiveInt, Section, changed
 
 MAX_SKETCH_RANK = 512
@@ -37,7 +38,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """lora: an adapter on the linear layers, by AdamW. sketch: the linear layers' own weights, by gradient sketches.
     full: every parameter, by AdamW. Of the last two a node holds one copy: [inference] in_flight = "continue" or
     "recompute"."""
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "megatron"] = "torch"
+    """torch: one process, and any model of transformers. megatron: Qwen3 and Qwen3-MoE over the ranks of
+    [trainer.parallel], kind "lora"."""
+    parallel: ParallelConfig = ParallelConfig()
     rank: PositiveInt = 16
     """Of the adapter, or of the gradient's sketch."""
     ranks: dict[str, PositiveInt] = msgspec.field(default_factory=dict)

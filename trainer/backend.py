@@ -23,7 +23,9 @@ class Sample(NamedTuple):
     float32 (natural log, at sampling temperature), mask uint8 (0 = sampled, trains), token ages int32 in versions
     (for_version - the token's; only meaningful where mask is 0), `advantage` of its attempt, and the index of the
     attempt and group within the batch (what "sequence" and "prompt" mean in a loss). `top`: the sampler's likeliest
-    tokens at each place, [n, k], where scores are centred."""
+    tokens at each place, [n, k], where scores are centred. `routes` int16 [n, layers, k]: the experts that each
+    position went to in each layer of the model, counted from its first (a layer without experts has -1), where they
+    are to be replayed; -1 is unknown."""
 
     tokens: npt.NDArray[np.int32]
     behaviour: npt.NDArray[np.float32]
@@ -33,6 +35,7 @@ class Sample(NamedTuple):
     attempt: int
     group: int
     top: TopTokens | None = None
+    routes: npt.NDArray[np.int16] | None = None
 
 
 class StepResult(NamedTuple):
