@@ -1,18 +1,13 @@
 """The torch backend: one Hugging Face causal language model on one device. What of it learns, and by which optimiser,
-is its kind's (trainer/learnable.py).
-
-A step is a transaction. Gradients are accumulated over all micro-batches first; only when the loss and the gradient's
-norm are finite do the weights and the optimiser move. So a step that raises, or is skipped, leaves both bit for bit as
-they were.
+is its kind's (trainer/learnable.py); how it moves, trainer/stepping.py's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -24,24 +19,19 @@ from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.schema import ConfigError
-from async_rl.trainer_config import rate_key
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
-from trainer.algorithm.loss import partial_loss
-from trainer.algorithm.metrics import ratio_metrics
-from trainer.algorithm.ratios import k3_of
-from trainer.algorithm.reference_kl import partial_penalty
 from trainer.algorithm.tokens import TokenData, floored
-from trainer.backend import Sample, StepResult
+from trainer.backend import Sample
 from trainer.canary import Canary
-from trainer.flat_batch import Batch, flatten, unflatten
+from trainer.flat_batch import Batch, unflatten
 from trainer.kinds import make_learnable
 from trainer.logprobs import Rows, Scorer, vocabulary_size
 from trainer.lora import adapter_off
 from trainer.lora_weights import LoraWeights
-from trainer.minibatches import split_groups
 from trainer.model_loading import load_model, resolve_device
 from trainer.push_sizes import push_sizes
+from trainer.stepping import Accumulated, Gathered, Stepping
 
 if TYPE_CHECKING:
     from trainer.step_control.control import StepControl
@@ -49,27 +39,7 @@ if TYPE_CHECKING:
 CONTROL_FILE = "step_control.json"
 
 
-class Accumulated(NamedTuple):
-    """The batch's loss, on how many of its trained tokens that depends (without the distance to the reference), and the
-    log-probability of each [n] under the policy, and under the reference where the loss needs it."""
-
-    loss: float
-    learning: int
-    proximal: torch.Tensor
-    reference: torch.Tensor | None
-
-
-class Update(NamedTuple):
-    """One optimiser step: its loss, its gradient's norm (0: nothing was moved), what was computed before it, and what
-    the control of its length has to say."""
-
-    loss: float
-    norm: float
-    before: Accumulated
-    control: dict[str, float]
-
-
-class TorchBackend:
+class TorchBackend(Stepping):
     """`trainer.backend.Backend` in plain torch.
 
     `temperature` is that of sampling: logits are divided by it in the loss, because behaviour log-probabilities are
@@ -114,7 +84,7 @@ class TorchBackend:
                 f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has "
                 f"{self.vocabulary_size} tokens, so at most these"
             )
-        self._dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        self.dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         self.control = _step_control(self, steps)
 
     @property
@@ -127,84 +97,6 @@ class TorchBackend:
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
-        """See the contract. Metrics: `loss`, `grad_norm` (before clipping; of a sketch, its own), `learning_rate` or
-        `update_ratio`, those of `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage, with a
-        loss of one's own of all tokens, that move the policy: neither gated nor beyond a clip), with a reference in the
-        loss `reference_kl`, the mean k3 of the policy against it, with centred scores `top_mass`, the mean probability
-        of the sampler's likeliest tokens together, and those of step control. A skipped batch moves nothing, not even
-        by weight decay, but its metrics and proximal log-probabilities are real.
-        Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
-
-        With trainer.updates_per_batch above 1 a pass without gradient comes first, for the proximal log-probabilities;
-        then the parts of the batch are trained one after the other, each with denominators of its own. `loss` and
-        `grad_norm` are their means."""
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"{rate_key(self.trainer)} {rate}: must be finite and at least 0")
-        batch = self._flatten(samples)
-        if self.trainer.updates_per_batch == 1:
-            updates = [self._update(samples, batch, rate)]
-            before = updates[0].before
-        else:
-            with torch.no_grad():
-                before = self._accumulate(samples, batch)
-            updates = self._updates(samples, batch, before, rate)
-        loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
-        metrics = {"loss": loss, "grad_norm": norm, rate_key(self.trainer): rate} | _means(
-            each.control for each in updates
-        )
-        metrics |= ratio_metrics(before.proximal, batch.data, self.algorithm)
-        judged = batch.n_tokens if self.algorithm.loss else int(batch.data.advantage.count_nonzero())
-        metrics["learning_fraction"] = sum(each.before.learning for each in updates) / judged if judged else 1.0
-        if batch.top is not None and batch.n_tokens:
-            metrics["top_mass"] = float(batch.top.weights.double().sum(1).mean())
-        if before.reference is not None and batch.n_tokens:
-            metrics["reference_kl"] = float(k3_of((before.reference - before.proximal).double()).mean())
-        return StepResult(metrics, unflatten(samples, batch, before.proximal), skipped=norm == 0)
-
-    def _updates(self, samples: Sequence[Sample], whole: Batch, before: Accumulated, rate: float) -> list[Update]:
-        """One update for each part of the batch, or none: when one raises, weights, optimiser and control go back."""
-        restore, control = self.learnable.snapshot(), self.control and self.control.state()
-        updates = []
-        try:
-            for places in split_groups(samples, self.trainer.updates_per_batch):
-                part = [samples[place] for place in places]
-                theirs = whole.places_of(places)
-                batch = self._flatten(part)
-                data = batch.data._replace(proximal=before.proximal[theirs])
-                reference = None if before.reference is None else before.reference[theirs]
-                updates.append(self._update(part, batch._replace(data=data, reference=reference), rate))
-        except BaseException:
-            restore()
-            if self.control is not None and control is not None:
-                self.control.restore(control)
-            raise
-        return updates
-
-    def _update(self, samples: Sequence[Sample], batch: Batch, rate: float) -> Update:
-        self.learnable.zero()
-        # With every advantage 0, and no distance to pay for, so is the gradient: only log-probabilities matter.
-        # A loss of one's own may learn from something else.
-        penalised = self._reference_in_loss and self.algorithm.reference_kl_weight > 0
-        other = penalised or bool(self.algorithm.loss)
-        learns = batch.n_tokens > 0 and (other or bool(batch.data.advantage.any()))
-        try:
-            with torch.set_grad_enabled(learns):
-                before = self._accumulate(samples, batch)
-            norm = self.learnable.norm() if learns else 0.0
-            if not (math.isfinite(before.loss) and math.isfinite(norm)):
-                raise FloatingPointError(
-                    f"after {self.learnable.steps} optimiser steps: loss {before.loss}, gradient norm {norm}; weights "
-                    "and optimiser are unchanged"
-                )
-            control = self._move(norm, rate, samples) if norm > 0 else {}
-        finally:
-            self.learnable.zero()
-        return Update(before.loss, norm, before, control)
-
-    def _flatten(self, samples: Sequence[Sample]) -> Batch:
-        return flatten(samples, self.algorithm, self.vocabulary_size, self._dtype, self.device)
-
     def _forward(self, rows: Rows, batch: Batch, where: torch.Tensor) -> tuple[torch.Tensor, TokenData]:
         """log π_θ of a micro-batch's tokens [n], and what else the loss knows of them."""
         data = batch.data.at(where)
@@ -214,27 +106,15 @@ class TorchBackend:
         return floored(current), data._replace(expected=expected)
 
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
-        """Gradients are accumulated when they are enabled."""
-        proximal = torch.zeros_like(batch.data.behaviour)
-        asked = self._reference_in_loss and batch.reference is None
-        reference = torch.zeros_like(proximal) if asked else batch.reference
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        learning = torch.zeros((), dtype=torch.int64, device=self.device)
+        gathered = Gathered(batch, self.algorithm)
         for rows, where in self._micro_batches(samples, batch):
-            if asked and reference is not None:
-                reference[where] = self._reference_logprobs(rows)
+            if gathered.asks_reference:
+                gathered.put_reference(where, self._reference_logprobs(rows))
             current, data = self._forward(rows, batch, where)
-            coefficients = batch.coefficients[where]
-            loss = partial_loss(current, data, coefficients, self.algorithm)
-            if loss.requires_grad:
-                learning += torch.autograd.grad(loss, current, retain_graph=True)[0].count_nonzero()
-            if reference is not None:
-                loss = loss + partial_penalty(current, reference[where], data.behaviour, coefficients, self.algorithm)
+            loss = gathered.loss(current, data, where)
             if loss.requires_grad:
                 loss.backward()
-            total += loss.detach()
-            proximal[where] = current.detach()
-        return Accumulated(float(total), int(learning), proximal, reference)
+        return gathered.result()
 
     def _micro_batches(self, samples: Sequence[Sample], batch: Batch) -> Iterator[tuple[Rows, torch.Tensor]]:
         """Each micro-batch, and the places of its trained tokens among the batch's: int64 [n]."""
@@ -246,23 +126,10 @@ class TorchBackend:
             ranges = [np.arange(batch.start[row], batch.start[row + 1]) for row in members]
             yield rows, torch.from_numpy(np.concatenate(ranges)).to(self.device)
 
-    @property
-    def _reference_in_loss(self) -> bool:
-        return self.algorithm.reference_kl != "none" and self.algorithm.reference_kl_place == "loss"
-
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> torch.Tensor:
         with adapter_off(self.model):
             return floored(self.scorer.logprobs(rows, self.temperature))
-
-    def _move(self, norm: float, rate: float, samples: Sequence[Sample]) -> dict[str, float]:
-        """Take the step, as long as the optimiser makes it or as the control allows; its metrics."""
-        metrics = {}
-        if self.control is not None:
-            metrics = self.control.step(self.learnable, norm, rate, samples)
-        else:
-            self.learnable.move(norm, rate)
-        return metrics | self.learnable.metrics()
 
     def observe(self, divergence: float) -> None:
         if self.control is not None:
@@ -352,15 +219,6 @@ def _read_control(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise AsyncRLError(f"checkpoint file {path}: cannot be read: {error}") from error
-
-
-def _means(of_updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each number over those that have it."""
-    found: dict[str, list[float]] = {}
-    for numbers in of_updates:
-        for name, value in numbers.items():
-            found.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 def refuse_several_ranks() -> None:

@@ -53,7 +53,7 @@ def test_the_gradient_is_the_same_for_every_split_and_order(
     backend.algorithm = CASES[case]
     cut(backend, SPLITS[1])
     whole = gradient(backend, batch)
-    tolerance = TOLERANCE[str(backend._dtype).removeprefix("torch.")]
+    tolerance = TOLERANCE[str(backend.dtype).removeprefix("torch.")]
     for micro_batches, budget in SPLITS.items():
         cut(backend, budget)
         for order in ORDERS:
