@@ -6,7 +6,6 @@ B starts at zero, so a fresh adapter is the base policy exactly; A is drawn from
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import nn
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import TENSOR_PREFIX
+from trainer.adapter_init import dense_a
 from trainer.targets import Targets
 
 ADAPTER = "default"  # peft's name for the only adapter
@@ -57,14 +57,13 @@ def attach_lora(model: nn.Module, targets: Targets, trainer: TrainerConfig, seed
             f"peft adapted other modules than the {len(wanted)} that were resolved: "
             f"missing {sorted(wanted - layers.keys())}, unasked {sorted(layers.keys() - wanted)}"
         )
-    generator = torch.Generator().manual_seed(seed)
+    in_features = {target.name: target.in_features for target in targets.modules}
     parameters: dict[str, nn.Parameter] = {}
-    for name in sorted(layers):
+    for name, initial in dense_a(in_features, trainer.rank, seed):
         a = model.get_parameter(f"{name}.lora_A.{ADAPTER}.weight")
         b = model.get_parameter(f"{name}.lora_B.{ADAPTER}.weight")
-        bound = 1.0 / math.sqrt(a.shape[1])
         with torch.no_grad():
-            a.copy_((torch.rand(a.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
+            a.copy_(initial)
             b.zero_()
         parameters[f"{TENSOR_PREFIX}{name}.lora_A.weight"] = a
         parameters[f"{TENSOR_PREFIX}{name}.lora_B.weight"] = b
