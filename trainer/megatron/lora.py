@@ -1,0 +1,187 @@
+"""LoRA on Megatron's linear layers: each projection of a fused one has an adapter of its own, as in the adapter file.
+
+Nothing of the model is replaced: a forward hook adds scale·B(A x) to what a layer gives, so names, shapes and saved
+weights stay Megatron's, and a switch turns all adapters off. How A and B lie on the ranks, and which gradients are
+partial: `trainer.megatron.slices`. Only A x crosses ranks, never a whole activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+from torch.nn.functional import linear
+
+from trainer.megatron.slices import SliceError
+
+
+class Factors(NamedTuple):
+    """This rank's parts of A and B of one projection; float32, or what is wider if the base is."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+
+
+class Site(NamedTuple):
+    """One linear layer of Megatron, and the projections that it is made of: their module paths in the adapter file.
+    `join` lays the outputs of all of them, [..., features] each, out as the layer does."""
+
+    layer: nn.Module
+    projections: tuple[str, ...]
+    widths: tuple[int, ...]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    by_rows: bool
+    expert: bool
+
+
+class Adapters:
+    """The adapters of a rank's part of the model: `factors` by module path, put on the `sites` that have some.
+    `scale` is alpha / rank."""
+
+    def __init__(self, sites: Iterable[Site], factors: Mapping[str, Factors], scale: float) -> None:
+        self.scale = scale
+        self.on = True
+        self.sites = [site for site in sites if any(path in factors for path in site.projections)]
+        self.factors = dict(factors)
+        for site in self.sites:
+            site.layer.register_forward_hook(self._hook(site))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is the base model."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    @torch.no_grad()
+    def weight_change(self, site: Site) -> torch.Tensor:
+        """scale·B·A of this rank's part of the layer's weight: [out, in], in the adapter's dtype."""
+        changes: list[torch.Tensor | None] = []
+        for path in site.projections:
+            found = self.factors.get(path)
+            changes.append(None if found is None else (found.b @ found.a).T)
+        return self.scale * _joined(site, changes).T
+
+    def _hook(self, site: Site) -> Callable[..., Any]:
+        parts = [self.factors.get(path) for path in site.projections]
+        delta = _column if site.by_rows else _row
+
+        def add(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+            if not self.on:
+                return None
+            out, bias = output
+            return (out + self.scale * delta(site, parts, inputs[0])).to(out.dtype), bias
+
+        return add
+
+
+def find_sites(chunks: Iterable[nn.Module], expert_rank: int) -> Iterator[Site]:
+    """The linear layers of a rank's part of a model of megatron-core (GPTModel: pre-norm attention, gated MLP or
+    experts). `expert_rank` is its place among the expert ranks. Raises SliceError."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+            path = f"model.layers.{layer.layer_number - 1}"
+            yield from _attention(layer.self_attention, f"{path}.self_attn")
+            experts = getattr(layer.mlp, "experts", None)
+            if experts is None:
+                yield from _mlp(layer.mlp, f"{path}.mlp", expert=False)
+                continue
+            first = expert_rank * len(experts.local_experts)
+            for number, each in enumerate(experts.local_experts, first):
+                yield from _mlp(each, f"{path}.mlp.experts.{number}", expert=True)
+
+
+def _attention(attention: Any, path: str) -> Iterator[Site]:
+    config = attention.config
+    ranks = attention.linear_qkv.tp_group.size()
+    if config.num_query_groups % ranks:
+        raise SliceError(
+            f"{path}: {config.num_query_groups} key-value heads cannot be shared evenly by {ranks} tensor ranks, and "
+            "an adapter on parts of a head is not offered: lower [trainer.parallel] tensor"
+        )
+    groups = config.num_query_groups // ranks
+    heads = config.num_attention_heads // ranks
+    widths = tuple(count * config.kv_channels for count in (heads, groups, groups))
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Megatron lays out a group after the other: its queries, its key, its value."""
+        by_group = [part.unflatten(-1, (groups, -1)) for part in parts]
+        return torch.cat(by_group, dim=-1).flatten(-2)
+
+    names = tuple(f"{path}.{name}_proj" for name in "qkv")
+    yield Site(attention.linear_qkv, names, widths, join, by_rows=True, expert=False)
+    out = (f"{path}.o_proj",)
+    yield Site(attention.linear_proj, out, (config.hidden_size,), _alone, by_rows=False, expert=False)
+
+
+def _mlp(mlp: Any, path: str, *, expert: bool) -> Iterator[Site]:
+    half = mlp.linear_fc1.output_size_per_partition // 2
+    names = (f"{path}.gate_proj", f"{path}.up_proj")
+    yield Site(mlp.linear_fc1, names, (half, half), _side_by_side, by_rows=True, expert=expert)
+    out = (f"{path}.down_proj",)
+    yield Site(mlp.linear_fc2, out, (mlp.linear_fc2.output_size,), _alone, by_rows=False, expert=expert)
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts), dim=-1)
+
+
+def _alone(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    (only,) = parts
+    return only
+
+
+def _column(site: Site, parts: Sequence[Factors | None], x: torch.Tensor) -> torch.Tensor:
+    """B(A x) where W is cut by rows. x is whole on each tensor rank, or with sequence parallelism each has its tokens:
+    then A is applied to these, and what it gives is gathered. Backwards the gradients of it, each rank's from its rows
+    of B, are summed, so that A's is whole (without sequence parallelism) or of the rank's tokens (with it). Experts
+    leave their sums to who brings the tokens back."""
+    present = [part for part in parts if part is not None]
+    a = torch.cat([part.a for part in present]) if len(present) > 1 else present[0].a
+    inner = linear(x.to(a.dtype), a)
+    layer: Any = site.layer
+    if not site.expert and layer.tp_group.size() > 1:
+        if layer.sequence_parallel:
+            inner = gather_from_sequence_parallel_region(inner, group=layer.tp_group)
+        else:
+            inner = copy_to_tensor_model_parallel_region(inner, group=layer.tp_group)
+    inners = iter(inner.split([part.a.shape[0] for part in present], dim=-1))
+    return _joined(site, [None if part is None else linear(next(inners), part.b) for part in parts])
+
+
+def _row(site: Site, parts: Sequence[Factors | None], x: torch.Tensor) -> torch.Tensor:
+    """B(A x) where W is cut by columns: each rank has its features of x, and A's columns for them; their sum is taken
+    before B, and with sequence parallelism each rank goes on with its tokens of it."""
+    (part,) = parts
+    assert part is not None
+    inner = linear(x.to(part.a.dtype), part.a)
+    layer: Any = site.layer
+    if not site.expert and layer.tp_group.size() > 1:
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if layer.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        inner = reduce(inner, group=layer.tp_group)
+    return linear(inner, part.b)
+
+
+def _joined(site: Site, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """`site.join`, with zeros for projections that are not adapted."""
+    some = next(part for part in parts if part is not None)
+    filled = [
+        some.new_zeros(*some.shape[:-1], width) if part is None else part
+        for part, width in zip(parts, site.widths, strict=True)
+    ]
+    return site.join(filled)
