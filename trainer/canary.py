@@ -37,21 +37,19 @@ class Canary(NamedTuple):
 
 
 def make_canary(
-    model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    scale: float,
-    seed: int,
+    fill: Callable[[float], None],
     score: Callable[[], Scores],
     export: Callable[[], str],
 ) -> Canary:
-    """Put noise into the adapter's `parameters` (names in PEFT layout) on `model`, `score` and `export` it, and put
-    everything back, bit for bit. `scale` is that of the adapter. A model that no strength moves by the floor (a head
-    that was never trained, or targets that hardly matter) gets the strongest, and a warning."""
-    with _borrowed(parameters):
-        _fill(model, parameters, scale, seed, 0.0)
+    """`fill` the adapter's `parameters` with `noise` of a strength, `score` and `export` it, and put everything back,
+    bit for bit. A model that no strength moves by the floor (a head that was never trained, or targets that hardly
+    matter) gets the strongest, and a warning."""
+    with _borrowed(parameters), torch.no_grad():
+        fill(0.0)
         base = score()
         for strength in STRENGTHS:
-            _fill(model, parameters, scale, seed, strength)
+            fill(strength)
             logprobs = score()
             far = distance(logprobs, base)
             if far >= CANARY_FLOOR:
@@ -59,6 +57,29 @@ def make_canary(
         else:
             log.warning("the canary moves no log-probability by more than %.2g nats: it shows only faults that do", far)
         return Canary(export(), logprobs, base)
+
+
+def noise(
+    shapes: Mapping[str, tuple[int, int]], norm_of: Callable[[str], float], scale: float, seed: int, strength: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of the adapter file whose shape is given, float64, sorted by name. `norm_of` gives the Frobenius norm
+    of a module's weight, by path (`same_norm`); of what experts share, the root mean square of theirs. `scale` is the
+    adapter's. E‖B·A‖² = r · (in · 1/in) · (out · 1/(r · out)) = 1 for A of variance 1/in and B of 1/(r · out)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(shapes):
+        rows, columns = shapes[name]
+        values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        module, _, part = name.removeprefix(TENSOR_PREFIX).removesuffix(".weight").rpartition(".")
+        if part == "lora_A":
+            yield name, values * columns**-0.5
+        else:
+            yield name, values * (strength * norm_of(module) / (abs(scale) * (rows * columns) ** 0.5))
+
+
+def same_norm(square: float) -> float:
+    """A norm from the sum of squares, to six digits: so many are the same however the weights lie on ranks, and so is
+    the canary."""
+    return float(f"{square**0.5:.6g}")
 
 
 def distance(ours: Scores, theirs: Scores) -> float:
@@ -75,21 +96,3 @@ def _borrowed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(kept[name])
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, parameters: Mapping[str, nn.Parameter], scale: float, seed: int, strength: float) -> None:
-    """E‖B·A‖² = r · (in · 1/in) · (out · 1/(r · out)) = 1 for A of variance 1/in and B of variance 1/(r · out)."""
-    generator = torch.Generator().manual_seed(seed)
-    for name in sorted(parameters):
-        parameter = parameters[name]
-        rows, columns = parameter.shape
-        noise = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-        module, _, part = name.removeprefix(TENSOR_PREFIX).removesuffix(".weight").rpartition(".")
-        if part == "lora_A":
-            noise *= columns**-0.5
-        else:
-            weight = model.get_submodule(f"{module}.base_layer").weight
-            norm = float(torch.linalg.vector_norm(weight.detach().float()))
-            noise *= strength * norm / (abs(scale) * (rows * columns) ** 0.5)
-        parameter.copy_(noise)

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from async_rl.config import TrainerConfig
 from async_rl.policy.adapter import TENSOR_PREFIX, write_adapter
 from trainer import optimizer_state
 from trainer.adamw import AdamW
-from trainer.canary import Canary, Scores, make_canary
+from trainer.canary import Canary, Scores, make_canary, noise, same_norm
 from trainer.learnable import LowRank, Proposal
 from trainer.lora import adapter_config, attach_lora, write_peft_folder
 from trainer.targets import resolve_targets
@@ -89,4 +90,14 @@ class LoraWeights(AdamW):
 
     def canary(self, path: Path, seed: int, score: Callable[[], Scores]) -> Canary:
         """See the backend's; `score` gives the probe's log-probabilities under the weights as they are."""
-        return make_canary(self.model, self.parameters, self._scale, seed, score, partial(self.export, path))
+        shapes = {name: (parameter.shape[0], parameter.shape[1]) for name, parameter in self.parameters.items()}
+
+        def fill(strength: float) -> None:
+            for name, values in noise(shapes, self._base_norm, self._scale, seed, strength):
+                self.parameters[name].copy_(values)
+
+        return make_canary(self.parameters, fill, score, partial(self.export, path))
+
+    def _base_norm(self, module: str) -> float:
+        weight = self.model.get_parameter(f"{module}.base_layer.weight")
+        return same_norm(float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) ** 2)

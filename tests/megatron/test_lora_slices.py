@@ -92,7 +92,8 @@ def test_a_rank_has_one_place_among_all_and_one_among_the_experts(parallel: Para
 
 def test_what_experts_share_is_named_without_their_number() -> None:
     module = "model.layers.1.mlp.experts.3.gate_proj"
-    assert tensor_name(module, "A", shared=True) == "base_model.model.model.layers.1.mlp.experts.gate_proj.lora_A.weight"
+    expected = "base_model.model.model.layers.1.mlp.experts.gate_proj.lora_A.weight"
+    assert tensor_name(module, "A", shared=True) == expected
     names = whole(plan_of(ParallelConfig(), shared_outer=True))
     assert tensor_name(module, "A", shared=True) in names
     assert tensor_name(module, "B") in names

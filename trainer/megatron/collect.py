@@ -1,0 +1,104 @@
+"""What ranks tell one another about adapters: sums of gradients, the whole adapter on rank 0, whether all went well.
+
+Every function is called on all ranks at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from async_rl.errors import AsyncRLError
+from trainer.megatron.slices import Axis, Piece, Plan, owned, whole
+
+_GROUPS: dict[Axis, Callable[[], dist.ProcessGroup]] = {
+    "tensor": parallel_state.get_tensor_model_parallel_group,
+    "data": parallel_state.get_data_parallel_group,
+    "expert_tensor": parallel_state.get_expert_tensor_parallel_group,
+    "expert": parallel_state.get_expert_model_parallel_group,
+    "expert_data": parallel_state.get_expert_data_parallel_group,
+}
+
+
+@torch.no_grad()
+def sum_over_ranks(tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
+    """Each tensor, in place, becomes the sum over the axes of its piece: one exchange for all that have the same ones.
+    What several ranks hold of one part is then the same on all of them, bit for bit."""
+    alike: defaultdict[tuple[Axis, ...], list[torch.Tensor]] = defaultdict(list)
+    for name in sorted(tensors):
+        alike[pieces[name].sums].append(tensors[name])
+    for axes, some in sorted(alike.items()):
+        groups = [group for group in (_GROUPS[axis]() for axis in axes) if group.size() > 1]
+        if not groups:
+            continue
+        flat = torch.cat([tensor.flatten() for tensor in some])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def global_norm(tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], device: torch.device) -> float:
+    """The Frobenius norm of all tensors of all ranks, each element counted once; the same number on every rank."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name, tensor in tensors.items():
+        if pieces[name].owns:
+            total += tensor.detach().double().square().sum()
+    dist.all_reduce(total)
+    return float(total.sqrt())
+
+
+def gather(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """On rank 0 every tensor of the adapter file, whole and on the CPU; on the others nothing. Each rank sends what it
+    owns as one message, so that rank 0 holds one rank's part beside what it has put together."""
+    mine = dist.get_rank()
+    some = next(iter(tensors.values()))
+    if mine != 0:
+        parts = [tensors[piece.name].detach().flatten() for piece in owned(plan, mine)]
+        if parts:
+            dist.send(torch.cat(parts), 0)
+        return {}
+    full = {name: torch.zeros(shape, dtype=some.dtype) for name, shape in whole(plan).items()}
+    for rank in range(dist.get_world_size()):
+        theirs = owned(plan, rank)
+        if rank == 0:
+            parts = [tensors[piece.name].detach() for piece in theirs]
+        elif theirs:
+            sizes = [piece.local_shape[0] * piece.local_shape[1] for piece in theirs]
+            buffer = torch.empty(sum(sizes), dtype=some.dtype, device=some.device)
+            dist.recv(buffer, rank)
+            parts = list(buffer.split(sizes))
+        else:
+            continue
+        for piece, part in zip(theirs, parts, strict=True):
+            full[piece.name][piece.index] = part.view(piece.local_shape).cpu()
+    return full
+
+
+def agree(error: Exception | None, what: str, device: torch.device) -> None:
+    """Raises on every rank when there is an error on one: its own where it is, else AsyncRLError that names the first
+    rank that has one. `what` says what was tried."""
+    ranks = dist.get_world_size()
+    failed = torch.full((1,), ranks if error is None else dist.get_rank(), dtype=torch.int64, device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MIN)
+    if error is not None:
+        raise error
+    if int(failed) < ranks:
+        raise AsyncRLError(f"{what} failed on rank {int(failed)}: its log says why")
+
+
+def on_rank_0(make: Callable[[], str], what: str, device: torch.device) -> str:
+    """What `make` returns on rank 0, a digest in hex (64 digits), on every rank. Raises on all when it raises there."""
+    digest, error = "0" * 64, None
+    if dist.get_rank() == 0:
+        try:
+            digest = make()
+        except Exception as raised:
+            error = raised
+    agree(error, what, device)
+    data = torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8).to(device)
+    dist.broadcast(data, 0)
+    return data.cpu().numpy().tobytes().hex()
