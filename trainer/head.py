@@ -90,7 +90,7 @@ class _FrozenHead(torch.autograd.Function):
             if learns:
                 rest = logits.sub_(normaliser).exp_().neg_()
                 rest.scatter_add_(1, wanted, torch.ones_like(wanted, dtype=dtype))
-                slope[part] = _times(rest, weight).div_(temperature)
+                slope[part] = times_weight(rest, weight).div_(temperature)
             if mixed:  # Σ_j w_j (W[j] - W[target]) and (Σ_j w_j) times the slope of the target
                 moved = weight[ids[part]].to(dtype) - weight[wanted].to(dtype)
                 mean_slope[part] = torch.bmm(weights[part, None], moved)[:, 0].div_(temperature)
@@ -124,7 +124,7 @@ def plain_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return out if bias is None else out.add_(bias)
 
 
-def _times(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def times_weight(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """values W in values' dtype: [n, width]."""
     out = values.new_zeros(len(values), weight.shape[1])
     for block in _blocks(weight, values.dtype):

@@ -1,0 +1,95 @@
+"""Log-probabilities and gradients of the Megatron model in many layouts equal those of Hugging Face on one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from rank_pool import run_ranks
+from sharded_models import make_model, of_one_process
+
+SEQUENCE = {"tensor": 2, "sequence": True}
+ON_TWO: list[tuple[str, dict[str, Any], bool]] = [
+    ("dense", {"tensor": 2}, False),
+    ("dense", {"tensor": 2}, True),
+    ("dense", SEQUENCE, False),
+    ("dense", SEQUENCE, True),
+    ("dense", {"pipeline": 2}, False),
+    ("dense", {"pipeline": 2}, True),
+    ("dense", {"data": 2}, False),
+    ("tied", {"tensor": 2}, False),
+    ("tied", {"pipeline": 2}, False),
+    ("mixture", {"data": 2}, False),
+    ("mixture", {"data": 2, "expert": 2}, False),
+    ("mixture", {"data": 2, "expert": 2}, True),
+    ("mixture", {"data": 2, "expert_tensor": 2}, False),
+    ("mixture", SEQUENCE, False),
+    ("mixture", SEQUENCE | {"expert": 2}, False),
+    ("mixture", SEQUENCE | {"expert_tensor": 2}, True),
+    ("leading", {"pipeline": 2}, True),
+    ("leading", SEQUENCE | {"expert": 2}, True),
+]
+ON_FOUR: list[tuple[str, dict[str, Any], bool]] = [
+    ("dense", {"tensor": 2, "pipeline": 2}, False),
+    ("dense", SEQUENCE | {"pipeline": 2}, True),
+    ("dense", SEQUENCE | {"data": 2}, False),
+    ("dense", {"pipeline": 4}, False),
+    ("mixture", {"data": 4, "expert": 4}, False),
+    ("mixture", {"data": 4, "expert": 2}, True),
+    ("mixture", {"pipeline": 2, "data": 2, "expert": 2}, False),
+    ("mixture", SEQUENCE | {"pipeline": 2, "expert": 2}, True),
+    ("mixture", SEQUENCE | {"data": 2, "expert": 2, "expert_tensor": 2}, False),
+    ("mixture", SEQUENCE | {"data": 2, "expert": 4}, True),
+    ("mixture", {"data": 4, "expert": 2, "expert_tensor": 2}, True),
+    ("leading", SEQUENCE | {"pipeline": 2, "expert_tensor": 2}, True),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def expected(folder: Path, kind: str) -> tuple[Path, list[npt.NDArray[np.float32]], dict[str, npt.NDArray[np.float32]]]:
+    path = make_model(kind, folder / kind)
+    return path, *of_one_process(path)
+
+
+@pytest.mark.parametrize(("world", "layouts"), [(1, [("mixture", {}, True)]), (2, ON_TWO), (4, ON_FOUR)])
+def test_every_layout_computes_what_one_process_does(
+    folder: Path, world: int, layouts: list[tuple[str, dict[str, Any], bool]]
+) -> None:
+    cases = [
+        {"path": str(expected(folder, kind)[0]), "parallel": parallel, "recompute": recompute, "learns": learns}
+        for kind, parallel, recompute in layouts
+        for learns in (True, False)
+    ]
+    by_rank = run_ranks(world, "sharded_models:compute", cases)
+    for number, case in enumerate(cases):
+        kind, parallel, recompute = layouts[number // 2]
+        name = f"{kind} {parallel} recompute={recompute} learns={case['learns']}"
+        _, logprobs, gradients = expected(folder, kind)
+        _check_logprobs(name, [results[number]["logprobs"] for results in by_rank], logprobs)
+        if case["learns"] and kind != "tied":
+            _check_gradients(name, by_rank[0][number]["gradients"], gradients)
+
+
+def _check_logprobs(name: str, found: list[dict[int, Any]], wanted: list[npt.NDArray[np.float32]]) -> None:
+    assert {index for ranks in found for index in ranks} == set(range(len(wanted))), name
+    largest = max(float(np.abs(values).max()) for values in wanted)
+    gap = max(float(np.abs(values - wanted[index]).max()) for ranks in found for index, values in ranks.items())
+    print(f"{name}: log-probabilities {gap / largest:.1e}")
+    assert gap <= 1e-5 * largest, name
+
+
+def _check_gradients(name: str, found: dict[str, Any], wanted: dict[str, npt.NDArray[np.float32]]) -> None:
+    assert set(found) == set(wanted) - {"lm_head.weight"}, name
+    gaps = {key: float(np.abs(found[key] - wanted[key]).max() / np.abs(wanted[key]).max()) for key in found}
+    worst = max(gaps, key=lambda key: gaps[key])
+    print(f"{name}: gradients {gaps[worst]:.1e} ({worst})")
+    assert gaps[worst] <= 1e-5, f"{name}: {worst}"

@@ -1,0 +1,157 @@
+"""What the tests of the Megatron model run on their ranks, tiny models, and what one process computes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from async_rl.parallel_config import ParallelConfig
+from trainer.logprobs import Rows, packed_rows
+
+TEMPERATURE = 0.7
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 67,  # no multiple of any number of ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tie_word_embeddings": True},
+    "mixture": MIXTURE | {"norm_topk_prob": True},
+    "leading": MIXTURE | {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3},
+}
+
+
+def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
+    """A model of random weights of one of the kinds of MODELS, large enough that what is wrong shows."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = SIZES | MODELS[kind]
+    mixture = "num_experts" in sizes
+    config = (Qwen3MoeConfig if mixture else Qwen3Config)(**sizes)
+    model = (Qwen3MoeForCausalLM if mixture else Qwen3ForCausalLM)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() < 3 else 0.25))
+    model.save_pretrained(folder)
+    return folder
+
+
+def sequences(seed: int = 0) -> list[list[npt.NDArray[np.int32]]]:
+    """Micro-batches of sequences, four of them, of odd lengths."""
+    random = np.random.default_rng(seed)
+    lengths = ((9, 5, 14), (7,), (3, 3, 12), (11, 2))
+    return [[random.integers(0, SIZES["vocab_size"], length).astype(np.int32) for length in row] for row in lengths]
+
+
+def rows_of(micro_batch: Sequence[npt.NDArray[np.int32]]) -> Rows:
+    return packed_rows(micro_batch, [np.arange(1, len(tokens)) for tokens in micro_batch], CPU)
+
+
+def coefficients(index: int, n: int) -> torch.Tensor:
+    """Of a loss: Σ of each times its log-probability. [n]"""
+    return torch.randn(n, generator=torch.Generator().manual_seed(index))
+
+
+def of_one_process(path: Path) -> tuple[list[npt.NDArray[np.float32]], dict[str, npt.NDArray[np.float32]]]:
+    """Log-probabilities of `sequences` by micro-batch, each sequence alone, and the loss's gradient in each tensor."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    out = []
+    for index, micro_batch in enumerate(sequences()):
+        parts = []
+        for tokens in micro_batch:
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1] / TEMPERATURE, dim=-1)
+            parts.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
+        flat = torch.cat(parts)
+        (flat * coefficients(index, len(flat))).sum().backward()
+        out.append(flat.detach().numpy())
+    return out, _by_expert({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def _by_expert(gradients: dict[str, torch.Tensor | None]) -> dict[str, npt.NDArray[np.float32]]:
+    out = {}
+    for name, gradient in gradients.items():
+        assert gradient is not None, name
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(gradient):
+                for part, value in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    out[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = value.numpy()
+        elif name.endswith("experts.down_proj"):
+            for expert, value in enumerate(gradient):
+                out[name.replace("down_proj", f"{expert}.down_proj.weight")] = value.numpy()
+        else:
+            out[name] = gradient.numpy()
+    return out
+
+
+# --- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def compute(payload: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case (path, parallel, recompute, learns): this rank's log-probabilities by micro-batch of the whole
+    batch, and on rank 0 gradients by tensor."""
+    return [_case(**case) for case in payload]
+
+
+def _case(path: str, parallel: dict[str, Any], recompute: bool, learns: bool) -> dict[str, Any]:
+    from trainer.megatron import groups, model, passes
+
+    sizes = ParallelConfig(**parallel)
+    groups.begin(sizes, CPU)
+    try:
+        sharded = model.build(path, sizes, dtype=torch.float32, device=CPU, recompute=recompute)
+        sharded.stage.requires_grad_(learns)
+        pg = sharded.groups
+        mine = list(range(len(sequences())))[pg.dp.rank() :: pg.dp.size()]
+        out: dict[int, npt.NDArray[np.float32]] = {}
+
+        def loss_of(index: int, logprobs: torch.Tensor) -> torch.Tensor:
+            out[mine[index]] = logprobs.detach().numpy().copy()
+            return (logprobs * coefficients(mine[index], len(logprobs))).sum()
+
+        batches = [rows_of(sequences()[index]) for index in mine]
+        passes.run(sharded, batches, loss_of, temperature=TEMPERATURE, learns=learns)
+        return {"logprobs": out, "gradients": _gradients(sharded) if learns else {}}
+    finally:
+        groups.end()
+
+
+def _gradients(sharded: Any) -> dict[str, npt.NDArray[np.float32]]:
+    """By tensor, whole on rank 0: sums over the ranks that have parts, then the way that weights go."""
+    from trainer.megatron import hf_weights
+
+    pg = sharded.groups
+    for name, parameter in sharded.stage.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        expert = ".local_experts." in name
+        dist.all_reduce(gradient, group=pg.expt_dp if expert else pg.dp)
+        per_head = ".q_layernorm." in name or ".k_layernorm." in name
+        per_token = sharded.parallel.sequence and ("norm." in name or ".router." in name)
+        if per_head or per_token:
+            dist.all_reduce(gradient, group=pg.tp)
+        parameter.data.copy_(gradient)
+    return {
+        name: value.numpy().copy()
+        for name, value in hf_weights.full_tensors(sharded)
+        if value is not None and name != "lm_head.weight"  # the head is not differentiated
+    }
