@@ -7,7 +7,7 @@ ours, so that sequences can be packed and logits need not be gathered. Every par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,6 @@ class Stage(MegatronModule):
         super().__init__(settings)
         self.hf = hf
         self.numbers = numbers
-        self.recompute = recompute
         self.first, self.last = numbers.start == 0, numbers.stop == hf.num_hidden_layers
         vocabulary = padded_vocabulary(hf, settings.tensor_model_parallel_size)
         if self.first:
@@ -68,7 +67,7 @@ class Stage(MegatronModule):
                 tp_group=pg.tp,
             )
         sparse = sparse_layers(hf)
-        self.layers = nn.ModuleList(
+        layers = (
             build_module(
                 _layer_spec(hf, sparse[number]),
                 config=settings,
@@ -78,6 +77,7 @@ class Stage(MegatronModule):
             )
             for number in numbers
         )
+        self.decoder = Decoder(layers, recompute)
         if self.last:
             self.final_norm = Norm(settings, hf.hidden_size, hf.rms_norm_eps)
             if not (self.first and hf.tie_word_embeddings):
@@ -109,6 +109,19 @@ class Stage(MegatronModule):
             hidden = self.embedding(inputs.ids)
             if not self.config.sequence_parallel:
                 hidden = hidden.transpose(0, 1).contiguous()
+        hidden = self.decoder(hidden, inputs)
+        return self.final_norm(hidden) if self.last else hidden
+
+
+class Decoder(nn.Module):
+    """The layers of a stage, one after the other (`decoder.layers` is what megatron-core calls them too)."""
+
+    def __init__(self, layers: Iterable[nn.Module], recompute: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.recompute = recompute
+
+    def forward(self, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
                 # To the end: a rank that stopped early would not take part in the collectives that come after.
@@ -116,10 +129,10 @@ class Stage(MegatronModule):
                     hidden = checkpoint(_computed, layer, hidden, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = _computed(layer, hidden, inputs)
-        return self.final_norm(hidden) if self.last else hidden
+        return hidden
 
 
-def _computed(layer: nn.Module, hidden: torch.Tensor | None, inputs: Inputs) -> torch.Tensor:
+def _computed(layer: nn.Module, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """One layer: the only place from which it is called, in the forward pass and when it is computed again."""
     out: torch.Tensor = layer(
         hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.angles, packed_seq_params=inputs.packing
@@ -162,7 +175,7 @@ class ShardedModel:
 
     def named_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """This rank's layers, each with its number in the whole model."""
-        yield from zip(self.stage.numbers, self.stage.layers, strict=True)
+        yield from zip(self.stage.numbers, self.stage.decoder.layers, strict=True)
 
 
 def build(
