@@ -10,6 +10,8 @@ from msgspec import Meta
 from async_rl.parallel_config import ParallelConfig
 from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat, PositiveInt, Section, changed
 
+ExpertAdapters = Literal["each", "shared_outer"]
+
 MAX_SKETCH_RANK = 512
 """Beyond it the sums of a factor update's integers no longer fit into a float32, and receivers would disagree."""
 
@@ -49,7 +51,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     alpha: PositiveFloat = 32.0
     targets: tuple[str, ...] = ()
     """Names of the linear modules to adapt (last part of the module path); empty is every linear layer except
-    routers, head and embeddings."""
+    routers, head and embeddings, experts included."""
+    expert_adapters: ExpertAdapters = "each"
+    """Of a mixture's experts, for kind "lora". each: an adapter for every expert. shared_outer: gate and up projections
+    of a layer's experts share A, down projections share B, which are what meets the hidden width."""
     learning_rate: PositiveFloat = 2e-4
     update_ratio: PositiveFloat = 6e-5
     """For kind "sketch": how far a step moves the weights, as a part of their norm."""
@@ -95,8 +100,8 @@ _SKETCH = (
 )  # fmt: skip
 WITHOUT_MEANING: dict[str, tuple[str, ...]] = {
     "lora": _SKETCH,
-    "sketch": ("alpha", *_ADAMW),
-    "full": ("rank", "alpha", "targets", *_SKETCH),
+    "sketch": ("alpha", "expert_adapters", *_ADAMW),
+    "full": ("rank", "alpha", "targets", "expert_adapters", *_SKETCH),
 }
 """By kind, the keys that only mean something for another; with train_embeddings, a sketch has AdamW's too."""
 

@@ -16,7 +16,8 @@ import torch
 
 
 class LowRank(NamedTuple):
-    """A change of a linear module's weight W [out, in], which is b @ a: float32 a [r, in], b [out, r]."""
+    """A change of a linear module's weight W [out, in], which is b @ a: float32 a [r, in], b [out, r]. Of a projection
+    of experts b has their number in front, and a may too."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -1,4 +1,4 @@
-"""Kind "lora": an adapter on the linear layers learns, by AdamW; the base stays as it is."""
+"""Kind "lora": an adapter on the linear layers and experts learns, by AdamW; the base stays as it is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from async_rl.config import TrainerConfig
 from async_rl.policy.adapter import TENSOR_PREFIX, write_adapter
 from trainer import optimizer_state
 from trainer.adamw import AdamW
-from trainer.canary import Canary, Scores, make_canary, noise, same_norm
+from trainer.canary import Canary, Scores, make_canary, noise
+from trainer.expert_lora import expert_loras
 from trainer.learnable import LowRank, Proposal
-from trainer.lora import adapter_config, attach_lora, write_peft_folder
+from trainer.lora import adapted_modules, adapter_config, attach_lora, weight_norms, write_peft_folder
 from trainer.targets import resolve_targets
 
 log = logging.getLogger("trainer")
@@ -34,9 +35,9 @@ class LoraWeights(AdamW):
         self.model = model
         self.model_path = model_path
         self.targets = resolve_targets(model, trainer.targets)
-        log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank))
+        log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank, trainer.expert_adapters))
         super().__init__(attach_lora(model, self.targets, trainer, seed), trainer)
-        self.modules = tuple(target.name for target in self.targets.modules)
+        self.modules = adapted_modules(self.parameters)
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
@@ -44,11 +45,16 @@ class LoraWeights(AdamW):
         """ΔW = scale (δB A + B δA) to first order; what a step does to the second, scale δB δA, no multiple of it
         does."""
         deltas = self.displacement(norm, rate)
+        now: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in self.parameters.items()}
         tangents = {}
-        for name in self.modules:
-            key_a, key_b = (f"{TENSOR_PREFIX}{name}.lora_{part}.weight" for part in "AB")
-            a, b = self.parameters[key_a].detach().clone(), self.parameters[key_b].detach() * self._scale
-            tangents[name] = (LowRank(a, deltas[key_b] * self._scale), LowRank(deltas[key_a], b))
+        for target in self.targets.modules:
+            key_a, key_b = (f"{TENSOR_PREFIX}{target.name}.lora_{part}.weight" for part in "AB")
+            a, b = now[key_a].clone(), now[key_b] * self._scale
+            tangents[target.name] = (LowRank(a, deltas[key_b] * self._scale), LowRank(deltas[key_a], b))
+        for path, experts in expert_loras(self.model).items():
+            a, b = experts.stacked(now, "A").clone(), experts.stacked(now, "B") * self._scale
+            of_a, of_b = experts.stacked(deltas, "A"), experts.stacked(deltas, "B") * self._scale
+            tangents[path] = (LowRank(a, of_b), LowRank(of_a, b))
         return Proposal(tangents, {}, deltas)
 
     def take(self, proposal: Proposal, scale: float) -> None:
@@ -91,13 +97,10 @@ class LoraWeights(AdamW):
     def canary(self, path: Path, seed: int, score: Callable[[], Scores]) -> Canary:
         """See the backend's; `score` gives the probe's log-probabilities under the weights as they are."""
         shapes = {name: (parameter.shape[0], parameter.shape[1]) for name, parameter in self.parameters.items()}
+        norms = weight_norms(self.model, self.targets)
 
         def fill(strength: float) -> None:
-            for name, values in noise(shapes, self._base_norm, self._scale, seed, strength):
+            for name, values in noise(shapes, norms.__getitem__, self._scale, seed, strength):
                 self.parameters[name].copy_(values)
 
         return make_canary(self.parameters, fill, score, partial(self.export, path))
-
-    def _base_norm(self, module: str) -> float:
-        weight = self.model.get_parameter(f"{module}.base_layer.weight")
-        return same_norm(float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) ** 2)

@@ -7,28 +7,24 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from async_rl.config import TrainerConfig
-from trainer.targets import TargetError, fused_experts, resolve_targets
+from trainer.targets import TargetError, resolve_targets
 
 ADAPTER_BYTES = 4  # an adapter is float32
 
 
 class PushSizes(NamedTuple):
     """Bytes of tensors: of every parameter of the model in the dtype it is trained in, and of a LoRA adapter of
-    trainer.rank on the same linear layers (0 for a model that has none)."""
+    trainer.rank on the same linear layers and experts (0 for a model that has none)."""
 
     full: int
     adapter: int
 
 
 def push_sizes(model: PreTrainedModel, trainer: TrainerConfig) -> PushSizes:
-    """Of `model` as it was loaded, before anything is put on it. Experts that are one parameter a layer count too
-    where they learn: an adapter would be one for each."""
+    """Of `model` as it was loaded, before anything is put on it."""
     full = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     try:
-        adapter = resolve_targets(model, trainer.targets).parameters(trainer.rank)
+        adapter = resolve_targets(model, trainer.targets).parameters(trainer.rank, trainer.expert_adapters)
     except TargetError:
         adapter = 0
-    if trainer.kind != "lora" and not trainer.targets:
-        experts = fused_experts(model).values()
-        adapter += sum(count * trainer.rank * (rows + columns) for count, rows, columns in experts)
     return PushSizes(full, adapter * ADAPTER_BYTES)

@@ -1,14 +1,16 @@
-"""Which linear modules of a model learn: by our own list, because peft's `all-linear` also adapts routers."""
+"""Which linear modules and experts of a model learn: by our own list, as peft's `all-linear` also adapts routers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
 from async_rl.errors import AsyncRLError
+from async_rl.trainer_config import ExpertAdapters
+from trainer.experts import DOWN, GATE_UP, expert_modules, expert_weights, odd_layout
 
 # Parts of a module path that mark a mixture-of-experts router: adapting it would move the routing.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
@@ -30,47 +32,86 @@ class Target(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
+class ExpertTarget(NamedTuple):
+    """A projection of all experts of a layer to adapt: path of the experts module, gate_proj, up_proj or down_proj, and
+    each expert's shape."""
+
+    path: str
+    projection: str
+    experts: int
+    out_features: int
+    in_features: int
+
+    @property
+    def name(self) -> str:
+        """Of what all experts share."""
+        return f"{self.path}.{self.projection}"
+
+    def module(self, expert: int) -> str:
+        """As the checkpoint has it, each expert a module of its own."""
+        return f"{self.path}.{expert}.{self.projection}"
+
+    def modules(self) -> list[str]:
+        return [self.module(expert) for expert in range(self.experts)]
+
+    def parameters(self, rank: int, layout: ExpertAdapters) -> int:
+        """Trainable ones. Of a shared-outer adapter all experts share A before the hidden width, and B behind it."""
+        outer, inner = rank * self.in_features, rank * self.out_features
+        if self.projection == DOWN:
+            outer, inner = inner, outer
+        return inner * self.experts + outer * (self.experts if layout == "each" else 1)
+
+
 class Targets(NamedTuple):
-    """What is adapted, by path; `patterns` say the same to peft and to engines (last parts of paths where these are
-    unambiguous); `notices` are what a person should know was left out."""
+    """What is adapted, by path; `patterns` say the same to engines (last parts of paths where these are unambiguous);
+    `notices` are what a person should know was left out."""
 
     modules: tuple[Target, ...]
     patterns: tuple[str, ...]
     notices: tuple[str, ...]
+    experts: tuple[ExpertTarget, ...] = ()
 
-    def parameters(self, rank: int) -> int:
+    def parameters(self, rank: int, layout: ExpertAdapters = "each") -> int:
         """Trainable parameters: A is rank × in, B is out × rank."""
-        return sum(rank * (target.in_features + target.out_features) for target in self.modules)
+        return sum(size for _, _, size in self._sizes(rank, layout))
 
-    def table(self, rank: int) -> str:
+    def table(self, rank: int, layout: ExpertAdapters = "each") -> str:
         """One line per target name: how many modules, how many trainable parameters."""
-        count = Counter(target.last for target in self.modules)
+        count: Counter[str] = Counter()
         size: Counter[str] = Counter()
-        for target in self.modules:
-            size[target.last] += rank * (target.in_features + target.out_features)
+        for last, modules, parameters in self._sizes(rank, layout):
+            count[last] += modules
+            size[last] += parameters
         width = max(len(name) for name in (*count, "target", "total"))
         rows = [(name, count[name], size[name]) for name in sorted(count)]
-        rows.append(("total", len(self.modules), self.parameters(rank)))
+        rows.append(("total", count.total(), size.total()))
         lines = [f"{'target':<{width}}  modules  parameters"]
         lines += [f"{name:<{width}}  {modules:>7}  {parameters:>10,}" for name, modules, parameters in rows]
         return "\n".join([*lines, *(f"notice: {notice}" for notice in self.notices)])
 
+    def _sizes(self, rank: int, layout: ExpertAdapters) -> Iterator[tuple[str, int, int]]:
+        """Last name, modules and trainable parameters of each target."""
+        for each in self.modules:
+            yield each.last, 1, rank * (each.in_features + each.out_features)
+        for experts in self.experts:
+            yield experts.projection, experts.experts, experts.parameters(rank, layout)
+
 
 def resolve_targets(model: nn.Module, names: Sequence[str] = ()) -> Targets:
-    """The linear modules that `names` mean (last parts of paths, or more of the path); none means every nn.Linear
-    except routers and the output head. Raises TargetError for a name that matches no nn.Linear and for a model without
-    any, naming what exists."""
+    """The linear modules and projections of experts that `names` mean (last parts of paths, or more of the path); none
+    means every nn.Linear and expert except routers and the output head. Raises TargetError for a name that matches
+    nothing and for a model without anything to adapt, naming what exists."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     by_default = {name: module for name, module in linear.items() if not _left_out(model, name, module)}
-    fused = fused_experts(model)
+    experts, unknown = _experts(model)
+    for name in names:
+        if not any(matches(path, name) for path in linear) and not any(_means(each, name) for each in experts):
+            raise TargetError(_no_such_target(model, name, linear, experts, unknown))
+    chosen, chosen_experts = by_default, experts
     if names:
-        for name in names:
-            if not any(matches(path, name) for path in linear):
-                raise TargetError(_no_such_target(model, name, linear, fused))
         chosen = {path: module for path, module in linear.items() if any(matches(path, name) for name in names)}
-    else:
-        chosen = by_default
-    if not chosen:
+        chosen_experts = [each for each in experts if any(_means(each, name) for name in names)]
+    if not chosen and not chosen_experts:
         kinds = Counter(type(module).__name__ for module in model.modules() if hasattr(module, "weight"))
         raise TargetError(
             f"model {type(model).__name__}: no nn.Linear to adapt besides routers and head; its weights are in "
@@ -78,7 +119,8 @@ def resolve_targets(model: nn.Module, names: Sequence[str] = ()) -> Targets:
             "adapted (a GPT-2-like Conv1D cannot): use a model with linear layers"
         )
     modules = tuple(Target(path, chosen[path].out_features, chosen[path].in_features) for path in sorted(chosen))
-    return Targets(modules, _patterns(model, modules), _notices(fused))
+    patterns = _patterns(model, modules, experts, chosen_experts)
+    return Targets(modules, patterns, _notices(unknown), tuple(chosen_experts))
 
 
 def matches(path: str, name: str) -> bool:
@@ -90,48 +132,64 @@ def _left_out(model: nn.Module, name: str, module: nn.Module) -> bool:
     return module is model.get_output_embeddings() or not ROUTER_NAMES.isdisjoint(name.split("."))  # type: ignore[operator]
 
 
-def _patterns(model: nn.Module, modules: Sequence[Target]) -> tuple[str, ...]:
+def _means(experts: ExpertTarget, name: str) -> bool:
+    """Whether the name of a target means this projection of experts: its own, or that of the parameter it is in."""
+    fused = experts.projection != DOWN and matches(f"{experts.path}.{GATE_UP}", name)
+    return fused or matches(experts.name, name)
+
+
+def _patterns(
+    model: nn.Module, modules: Sequence[Target], experts: Sequence[ExpertTarget], chosen: Sequence[ExpertTarget]
+) -> tuple[str, ...]:
     """Last parts of paths, which every engine understands, unless one also matches a module that is not a target;
-    then the full paths instead."""
-    chosen = {target.name for target in modules}
-    paths = [name for name, _ in model.named_modules()]
+    then the full paths instead. Each expert counts as a module of its own."""
+    last_of = {target.name: target.last for target in modules}
+    last_of |= {path: each.projection for each in chosen for path in each.modules()}
+    paths = [name for name, _ in model.named_modules()] + [path for each in experts for path in each.modules()]
     ambiguous = {
-        last
-        for last in {target.last for target in modules}
-        if any(matches(path, last) and path not in chosen for path in paths)
+        last for last in set(last_of.values()) if any(matches(path, last) and path not in last_of for path in paths)
     }
-    return tuple(sorted({target.name if target.last in ambiguous else target.last for target in modules}))
+    return tuple(sorted({path if last in ambiguous else last for path, last in last_of.items()}))
 
 
-def fused_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Expert weights that are one 3-D parameter per layer (transformers 5), by path."""
-    return {
-        name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and "expert" in name
-    }
+def _experts(model: nn.Module) -> tuple[list[ExpertTarget], dict[str, str]]:
+    """All projections of experts, and by path what is unknown about those that are stored in another layout."""
+    found, unknown = [], {}
+    for path, module in expert_modules(model).items():
+        if odd := odd_layout(module):
+            unknown[path] = f"{type(module).__name__}: {odd}"
+            continue
+        for projection, weight in expert_weights(module).items():
+            found.append(ExpertTarget(path, projection, *weight.shape))
+    return found, unknown
 
 
-def _notices(fused: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    if not fused:
+def _notices(unknown: Mapping[str, str]) -> tuple[str, ...]:
+    if not unknown:
         return ()
-    name, shape = next(iter(fused.items()))
+    path, why = next(iter(unknown.items()))
     return (
-        f"{len(fused)} fused expert parameters (3-D, such as {name} {list(shape)}) are not adapted: LoRA on fused "
-        "experts is not implemented; attention and other linear layers are",
+        f"the experts of {len(unknown)} layers (such as {path}, {why}) are not adapted: they are stored in another "
+        "layout than gate_up_proj and down_proj, [experts, out, in]; attention and other linear layers are",
     )
 
 
-def _no_such_target(model: nn.Module, name: str, linear: Mapping[str, nn.Linear], fused: Mapping[str, Any]) -> str:
-    hits = [path for path in fused if matches(path, name)]
-    if hits:
-        return (
-            f"[trainer] targets: {name!r} is only fused expert parameters here ({hits[0]}, 3-D), and LoRA on those is "
-            "not implemented: leave it out"
-        )
+def _no_such_target(
+    model: nn.Module,
+    name: str,
+    linear: Mapping[str, nn.Linear],
+    experts: Sequence[ExpertTarget],
+    unknown: Mapping[str, str],
+) -> str:
+    for path, why in unknown.items():
+        if any(matches(f"{path}.{parameter}", name) for parameter, _ in model.get_submodule(path).named_parameters()):
+            return (
+                f"[trainer] targets: {name!r} is only experts here ({path}, {why}), stored in another layout than "
+                "gate_up_proj and down_proj, [experts, out, in]: leave it out"
+            )
     others = {type(module).__name__ for path, module in model.named_modules() if matches(path, name)}
     what = f"is a {', '.join(sorted(others))}, not an nn.Linear" if others else "matches no module"
-    exist = sorted({path.rpartition(".")[2] for path in linear})
+    exist = sorted({path.rpartition(".")[2] for path in linear} | {each.projection for each in experts})
     return (
         f"[trainer] targets: {name!r} {what} of {type(model).__name__}; linear modules here: "
         f"{', '.join(exist) if exist else 'none'}"

@@ -101,14 +101,18 @@ def test_a_name_that_matches_nothing_is_an_error_that_lists_the_names_there_are(
         resolve_targets(dense(), ("embed_tokens",))
 
 
-def test_fused_experts_are_announced_and_refused_by_name() -> None:
-    targets = resolve_targets(mixture())
+def test_experts_in_another_layout_are_announced_and_refused_by_name() -> None:
+    model = mixture()
+    for layer in model.model.layers:
+        layer.mlp.experts.is_transposed = True
+    targets = resolve_targets(model)
     assert targets.patterns == ("k_proj", "o_proj", "q_proj", "v_proj")
-    assert "4 fused expert parameters" in targets.notices[0]
-    assert "notice: 4 fused expert" in targets.table(4)
-    with pytest.raises(TargetError, match="only fused expert parameters"):
-        resolve_targets(mixture(), ("gate_up_proj",))
-    attach_lora(mixture(), targets, TrainerConfig(rank=2), seed=0)
+    assert "the experts of 2 layers" in targets.notices[0]
+    assert "is_transposed" in targets.notices[0]
+    assert "notice: the experts of 2 layers" in targets.table(4)
+    with pytest.raises(TargetError, match="only experts here"):
+        resolve_targets(model, ("gate_up_proj",))
+    attach_lora(model, targets, TrainerConfig(rank=2), seed=0)
 
 
 def test_a_model_of_conv1d_is_refused() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from async_rl.config import TrainerConfig
+from trainer.experts import DOWN, GATE_UP, expert_modules
 from trainer.sketch.blocks import Accumulator, Block
-from trainer.sketch.experts import DOWN, GATE_UP, attach_experts, expert_blocks, expert_modules
+from trainer.sketch.experts import attach_experts, expert_blocks
 from trainer.sketch.linear import attach_linear
 from trainer.sketch.projections import Projections
 from trainer.sketch.sketches import Sketches

@@ -83,12 +83,13 @@ def _low_rank(model: nn.Module, tangents: Mapping[str, Sequence[LowRank]], add: 
     def hook(name: str, module: nn.Module, args: Sequence[Any], out: torch.Tensor) -> torch.Tensor:
         pairs, x = tangents[name], undual(args[0])[0]  # asked for layer by layer: they may be made only then
         wide = torch.promote_types(x.dtype, torch.float32)
-        a = torch.cat([pair.a for pair in pairs]).to(x.device, wide)
+        a = torch.cat([pair.a for pair in pairs], dim=-2).to(x.device, wide)
         b = torch.cat([pair.b for pair in pairs], dim=-1).to(x.device, wide)
-        inner = x.to(wide) @ a.T
+        # Of experts rows are sorted by expert, with bounds args[1]; all of a layer may share a.
+        x = x.to(wide)
+        inner = x @ a.T if a.dim() == 2 else separate_products(x, a.transpose(1, 2), args[1])
         if b.dim() == 2:
             return add(out, inner @ b.T)
-        # All experts of a layer share a; rows are sorted by expert, with bounds args[1] (ExpertProjection).
         return add(out, separate_products(inner, b.transpose(1, 2), args[1]))
 
     handles: list[RemovableHandle] = []
