@@ -70,6 +70,10 @@ class AlgorithmConfig(CreditConfig, frozen=True, kw_only=True):
     center_scores: Count = 0
     """Take Σ μ log π over the sampler's k likeliest tokens from each token's log π, instead of a ratio; 0 is off, 32 is
     usual, the vocabulary's size is the most. Each of the k takes 8 bytes a token."""
+    router_replay: Literal["none", "rollout", "trainer"] = "none"
+    """Of a mixture-of-experts model, whose choice of experts counts when a batch is trained. rollout: the inference
+    engine's, which sends it with every token (R3). trainer: the trainer's own in the pass before the updates of a batch
+    (R2). Their weights are always the live router's."""
     alarms: AlarmConfig = AlarmConfig()
 
 
@@ -85,6 +89,11 @@ def check_algorithm(algorithm: AlgorithmConfig, *, updates_per_batch: int = 1) -
         raise ConfigError(
             '[algorithm] surrogate = "decoupled_ppo" clips how far the steps on one batch go, and with one of them '
             'there is nothing to clip: set [trainer] updates_per_batch above 1, or proximal = "log_linear"'
+        )
+    if algorithm.router_replay == "trainer" and updates_per_batch == 1:
+        raise ConfigError(
+            '[algorithm] router_replay = "trainer" keeps the experts of the pass before a batch\'s updates in all of '
+            'them, and with one update there is no such pass: set [trainer] updates_per_batch above 1, or "rollout"'
         )
     _check_gate(algorithm)
 
@@ -208,6 +217,8 @@ def describe(algorithm: AlgorithmConfig) -> str:
     parts += [f"{name} {value:g}" for name, value in numbers.items() if value]
     if algorithm.age_decay and algorithm.age_decay_of == "failures":
         parts.append("age_decay of failures")
+    if algorithm.router_replay != "none":
+        parts.append(f"routes of the {algorithm.router_replay}")
     preset = f"{algorithm.preset}: " if algorithm.preset else ""
     return preset + ", ".join([*parts, algorithm.aggregation])
 

@@ -22,6 +22,7 @@ from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.credit_config import check_credit
 from async_rl.inference_config import InferenceConfig as InferenceConfig
 from async_rl.inference_config import check_group, check_inference, node_groups
+from async_rl.routes import RouteShape, read_route_shape
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import Section as Section
@@ -140,9 +141,9 @@ def check_config(config: Config) -> None:
             _check_nodes(msgspec.structs.replace(config, inference=group.inference))
         except ConfigError as error:
             raise ConfigError(f"group {group.name!r}: {error}" if group.name else str(error)) from error
-    if buffer.capacity_bytes < batch_bytes(config):
+    if buffer.capacity_bytes < (needed := _least_capacity(config)):
         raise ConfigError(
-            f"[buffer] capacity_bytes = {buffer.capacity_bytes} is below one batch of at most {batch_bytes(config)} "
+            f"[buffer] capacity_bytes = {buffer.capacity_bytes} is below one batch of at most {needed} "
             f"bytes{', with what it may use again' if buffer.reuse > 1 else ''}: raise it, or lower groups_per_step, "
             "group_size or inference.max_context"
         )
@@ -162,6 +163,7 @@ def _check_nodes(config: Config) -> None:
         one_copy=config.trainer.kind != "lora",
         evaluates=config.run.eval_every > 0,
         center_scores=config.algorithm.center_scores,
+        sends_routes=config.algorithm.router_replay == "rollout",
         deterministic=config.run.deterministic,
     )
     if config.run.deterministic and (settings := lacking_for_determinism(config)):
@@ -210,9 +212,12 @@ TOP_TOKEN_BYTES = 4 + 4  # an id and a log-probability of each of the sampler's 
 
 def group_bytes(config: Config) -> int:
     """The most that one group's payloads can take; reserved when the group is leased. A trajectory young enough to
-    train spans at most max_staleness + 1 versions, and one more may come in while it waits."""
+    train spans at most max_staleness + 1 versions, and one more may come in while it waits. Raises ConfigError where
+    routes come with it, and what says of how many layers and experts is not here."""
     runs = config.buffer.max_staleness + 2
     token = BYTES_PER_TOKEN + config.algorithm.center_scores * TOP_TOKEN_BYTES
+    if config.algorithm.router_replay == "rollout":
+        token += model_routes(config).bytes_per_token
     longest = max(group.inference.max_context for group in node_groups(config.inference))
     attempt = longest * token + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
     return config.buffer.group_size * attempt
@@ -223,6 +228,18 @@ def batch_bytes(config: Config) -> int:
     buffer = config.buffer
     groups = batches_held(buffer) * fresh_groups(buffer.groups_per_step, buffer.reuse)
     return groups * group_bytes(config)
+
+
+def model_routes(config: Config) -> RouteShape:
+    """Of the configured model. Raises ConfigError when it has no experts, or its config.json is not here."""
+    return read_route_shape(Path(config.model.path))
+
+
+def _least_capacity(config: Config) -> int:
+    """`batch_bytes`, or 0 on a machine without the model on which that depends: the buffer's, which reserves by it,
+    must have its config.json."""
+    has_model = (Path(config.model.path) / "config.json").is_file()
+    return batch_bytes(config) if config.algorithm.router_replay != "rollout" or has_model else 0
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -290,11 +290,20 @@ def _or(values: Sequence[str]) -> str:
     return " or ".join(f'"{value}"' for value in values)
 
 
+SENDS_ROUTES = ("torch", "sglang")
+
+
 def check_group(
-    inference: InferenceConfig, *, one_copy: bool, evaluates: bool, center_scores: int, deterministic: bool
+    inference: InferenceConfig,
+    *,
+    one_copy: bool,
+    evaluates: bool,
+    center_scores: int,
+    sends_routes: bool,
+    deterministic: bool,
 ) -> None:
-    """The settings of one group's nodes; with whether the weights themselves change, run.eval_every,
-    [algorithm] center_scores and run.deterministic. Raises ConfigError."""
+    """The settings of one group's nodes; with whether the weights themselves change, run.eval_every, [algorithm]
+    center_scores and router_replay (whether it is "rollout"), and run.deterministic. Raises ConfigError."""
     if inference.in_flight not in (offered := OFFERED[inference.engine][one_copy]):
         changes = "whole weights" if one_copy else "adapters"
         raise ConfigError(
@@ -320,6 +329,12 @@ def check_group(
         )
     if center_scores:
         _check_centred(inference, center_scores)
+    if sends_routes and inference.engine not in SENDS_ROUTES:
+        raise ConfigError(
+            f'[algorithm] router_replay = "rollout" needs the experts of every token, which engine '
+            f'"{inference.engine}" does not tell: set [inference] engine = {_or(SENDS_ROUTES)}, or router_replay = '
+            '"none"'
+        )
     if inference.sglang.endpoint and inference.engine == "sglang":
         _check_endpoint(inference)
 

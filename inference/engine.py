@@ -49,7 +49,7 @@ class Capabilities(NamedTuple):
     """What an engine can do; a config that asks for more is refused before anything starts. `logprob_bound`: how far,
     in nats, its log-probabilities may be from those of another program with the same policy. `in_place`: there is one
     copy of the weights, so a flip ends the policy that served; one installed policy may wait for its flip. `top_p`: it
-    can sample from the likeliest tokens alone."""
+    can sample from the likeliest tokens alone. `routes`: it was made to tell where every position went (Completion)."""
 
     name: str
     in_flight: frozenset[InFlight]
@@ -58,6 +58,7 @@ class Capabilities(NamedTuple):
     logprob_bound: float
     in_place: bool = False
     top_p: bool = False
+    routes: bool = False
 
 
 class Prefix(NamedTuple):
@@ -92,8 +93,10 @@ class Completion(NamedTuple):
     """What came of a request: tokens int32[m] including the stop token, logprobs float32[m] (natural log), version
     runs over the m tokens; `queued_s` and `sampling_s` in seconds. An aborted one carries what was sampled. All of it
     includes the request's prefix, whose tokens are the first `resumed`. `top`: what was likeliest at each of the m
-    places, where the engine was made to say so. `routes` int32[prompt + m - 1, layers, experts each]: where each
-    position went in a mixture-of-experts model, by the engine's own numbers, where it was made to tell."""
+    places, where the engine was made to say so. `routes` int[prompt + m - 1, layers, experts each]: where each position
+    went in a mixture-of-experts model (async_rl.routes), where it was made to tell: of a position that was computed
+    more than once, as after `recompute`, when it was computed last, which is what the KV cache of the later ones holds.
+    Those of a prefix are among them, as it is computed again."""
 
     key: tuple[int, int]
     tokens: npt.NDArray[np.int32]
@@ -104,7 +107,7 @@ class Completion(NamedTuple):
     sampling_s: float
     resumed: int = 0
     top: TopTokens | None = None
-    routes: npt.NDArray[np.int32] | None = None
+    routes: npt.NDArray[np.integer[Any]] | None = None
 
 
 class Installed(NamedTuple):

@@ -38,6 +38,7 @@ def _torch(config: Config, model_path: Path, _log: Path | None) -> Engine:
         compile_mode=inference.compile,
         exact=config.run.deterministic,
         top_tokens=config.algorithm.center_scores,
+        routes=_routes(config),
         storage=_storage(config),
     )
 
@@ -62,6 +63,7 @@ def _sglang(config: Config, model_path: Path, log: Path | None) -> Engine:
         endpoint=inference.sglang.endpoint,
         arguments=sglang_arguments(config),
         log=log,
+        routes=_routes(config),
     )
     return _served(server, config, model_path)
 
@@ -114,6 +116,11 @@ def _dtype(config: Config) -> str:
     return config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
 
 
+def _routes(config: Config) -> bool:
+    """Whether the trainer replays where tokens went here."""
+    return config.algorithm.router_replay == "rollout"
+
+
 def _storage(config: Config) -> Storage | None:
     """In what the trainer keeps the weights that it changes; None where it trains an adapter."""
     if config.trainer.kind == "lora":
@@ -136,5 +143,11 @@ def make_engine(config: Config, model_path: Path, log: Path | None = None) -> En
         raise AsyncRLError(
             f'[inference] in_flight = "{config.inference.in_flight}": engine "{config.inference.engine}" offers only '
             f"{', '.join(sorted(offered))}"
+        )
+    if _routes(config) and not engine.capabilities.routes:
+        engine.close()
+        raise AsyncRLError(
+            f'[algorithm] router_replay = "rollout": engine "{config.inference.engine}" does not tell where tokens '
+            "went: choose torch or sglang"
         )
     return engine

@@ -23,6 +23,7 @@ from inference.dense_model import DenseModel, why_not_dense
 from inference.engine import EngineError
 from inference.kv_slots import ShapeProbe, SlotCache, attention_masks
 from inference.model_loading import forward_parameters, layer_windows
+from inference.route_cache import RouteCache
 from inference.slot_linear import ActiveSlot, low_rank_linear
 
 log = logging.getLogger("engine")
@@ -34,8 +35,11 @@ PROBE_TOLERANCE_LOW_PRECISION = 0.05
 
 
 class Forward(Protocol):
+    """`routes` of what is in the cache, where they are kept."""
+
     cache: SlotCache
     vocab: int
+    routes: RouteCache | None
 
     def decode(
         self, slot: int, start: int, ids_n: torch.Tensor, positions_n: torch.Tensor, length: int, draw: Draw
@@ -72,8 +76,14 @@ class TransformersForward:
         self.why = ""  # it is this one that is used
         self._windows = layer_windows(config)
         self._cache_argument, self._chooses_logits = forward_parameters(model)
+        self.routes: RouteCache | None = None
         self.vocab, layer_shapes = self._probe()
         self.cache = SlotCache(layer_shapes, rows, positions, model.dtype, model.device)
+
+    def keep_routes(self) -> None:
+        """From now on. Raises EngineError for a model without routers."""
+        layers, positions = self._config.num_hidden_layers, self.cache.positions
+        self.routes = RouteCache(self._model, layers, self.cache.rows, positions, self._model.device)
 
     def decode(
         self, slot: int, start: int, ids_n: torch.Tensor, positions_n: torch.Tensor, length: int, draw: Draw
@@ -81,6 +91,8 @@ class TransformersForward:
         self._active.index = slot
         self.cache.begin_decode(start, start + len(ids_n), positions_n, length)
         logits = self._forward(ids_n[:, None], positions_n[:, None], length, self.cache)[:, -1]
+        if self.routes is not None:
+            self.routes.decoded(start, positions_n)
         return sampled(logits, draw, self._top)
 
     def prefill(
@@ -91,11 +103,16 @@ class TransformersForward:
         # Logits only at the positions where some sequence ends: a whole prompt's would not fit for a real vocabulary.
         kept, index = torch.unique(last_b, return_inverse=True)
         logits = self._forward(ids_bt, None, ids_bt.shape[1], self.cache, keep=kept)
+        if self.routes is not None:
+            self.routes.prefilled(ids_bt.shape[1], sources, targets)
         return logits[torch.arange(len(ids_bt), device=ids_bt.device), index]
 
     def score(self, slot: int, ids_bt: torch.Tensor) -> torch.Tensor:
         self._active.index = slot
-        return self._forward(ids_bt, None, ids_bt.shape[1], cache=None)
+        logits = self._forward(ids_bt, None, ids_bt.shape[1], cache=None)
+        if self.routes is not None:
+            self.routes.forget()
+        return logits
 
     def changed(self, slot: int) -> None:
         """Nothing to do: the layers hold their slots themselves."""
@@ -141,7 +158,9 @@ class TransformersForward:
 
 
 class DenseForward:
-    """inference.dense_decoder over the rows of the same cache."""
+    """inference.dense_decoder over the rows of the same cache. It has no experts, so no routes."""
+
+    routes = None
 
     def __init__(self, dense: DenseModel, step: DecodeStep, cache: SlotCache, vocab: int, positions: int) -> None:
         self._dense, self._step = dense, step
@@ -200,10 +219,13 @@ def make_forward(
     positions: int,
     compile_mode: CompileMode,
     top: int,
+    routes: bool = False,
 ) -> Forward:
     """The lean forward where it is right, else transformers' own, which is never compiled. `top` as in
-    inference.decode_step.sampled."""
+    inference.decode_step.sampled; with `routes` they are kept. Raises EngineError when there are none."""
     plain = TransformersForward(model, config, active, rows, positions, top)
+    if routes:
+        plain.keep_routes()
     plain.why = why_not_dense(config) or ""
     if not plain.why:
         try:

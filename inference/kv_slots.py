@@ -92,6 +92,7 @@ class SlotCache(Cache):
     ) -> None:
         self.rows = rows
         positions += 1
+        self.positions = positions
         # Tensors of one shape share one pool, so that moving rows is one operation for all layers.
         shapes = [shape for layer in layer_shapes for shape in layer]
         self.device = device

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from async_rl.routes import route_extras, routes_of
 from async_rl.tasks.rendering import decode, render
 from async_rl.tasks.task import Task, instance_of
 from async_rl.top_tokens import top_extras
@@ -102,7 +103,7 @@ class RolloutBook:
         tokens = arrays.tokens[sampled]
         completion = Completion(
             (lease.lease, trajectory.sample), tokens, arrays.logprobs[sampled], header.versions, header.finish,
-            timings.queued_s, timings.sampling_s, len(tokens),
+            timings.queued_s, timings.sampling_s, len(tokens), routes=routes_of(arrays),
         )  # fmt: skip
         return completion, arrays.tokens[~sampled]
 
@@ -221,13 +222,18 @@ class RolloutBook:
         prompt = self._open[completion.key[0]].prompt
         n_prompt, n_new = len(prompt), len(completion.tokens)
         trains = self._open[completion.key[0]].lease.split == "train"
+        extras: dict[str, np.ndarray[Any, Any]] = {}
+        if completion.top is not None and trains:
+            extras |= top_extras(completion.top, n_prompt)
+        if completion.routes is not None and trains:
+            extras |= route_extras(completion.routes, n_prompt + n_new)
         return Segment(
             tokens=np.concatenate([prompt, completion.tokens]),
             logprobs=np.concatenate([np.zeros(n_prompt, np.float32), completion.logprobs]),
             mask=np.repeat(np.array([MaskReason.PROMPT, MaskReason.SAMPLED], np.uint8), [n_prompt, n_new]),
             versions=completion.versions,
             finish=completion.finish,
-            extras=top_extras(completion.top, n_prompt) if completion.top is not None and trains else {},
+            extras=extras,
         )
 
     def _failed(self, key: tuple[int, int], status: Any, note: str) -> Trajectory:

@@ -44,7 +44,8 @@ class Draws(NamedTuple):
 class ModelRunner:
     """The model, its linear layers with `policy_slots` slots, and `rows` x `positions` of KV cache. `exact`: the bits
     of a row's results do not depend on the other rows (inference.exact_shapes); raises EngineError where they would.
-    `top`: how many of the likeliest tokens come with each that is sampled (inference.decode_step.sampled)."""
+    `top`: how many of the likeliest tokens come with each that is sampled (inference.decode_step.sampled). `routes`: of
+    what is in the KV cache they are kept (inference.route_cache)."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class ModelRunner:
         compile_mode: CompileMode,
         exact: bool = False,
         top: int = 0,
+        routes: bool = False,
     ) -> None:
         self.device = device
         self._exact, self._top = exact, top
@@ -80,7 +82,7 @@ class ModelRunner:
         active = ActiveSlot()
         self.linears = wrap_linears(self.model, active, policy_slots)
         with torch.no_grad():
-            self.forward = make_forward(self.model, self.config, active, rows, positions, compile_mode, top)
+            self.forward = make_forward(self.model, self.config, active, rows, positions, compile_mode, top, routes)
         self.cache, self.vocab = self.forward.cache, self.forward.vocab
         # Some models have more logits than embeddings, or the reverse; a token must have both.
         self.input_vocab = min(self.model.get_input_embeddings().weight.shape[0], self.vocab)
@@ -170,7 +172,14 @@ class ModelRunner:
     def move_rows(self, source: IntArray, target: IntArray, length: int) -> None:
         """Copy the first `length` positions of KV rows."""
         if len(source) and length:
-            self.cache.move(self._to_device(source), self._to_device(target), length)
+            on_device = self._to_device(source), self._to_device(target)
+            self.cache.move(*on_device, length)
+            if self.forward.routes is not None:
+                self.forward.routes.move(*on_device, length)
+
+    def routes_of(self, row: int, length: int) -> npt.NDArray[np.int16] | None:
+        """Where the first `length` positions of a row went, [length, layers, k], where that is kept."""
+        return None if self.forward.routes is None else self.forward.routes.of(row, length)
 
     def _padded(self, sequences: Sequence[npt.NDArray[np.int32]]) -> torch.Tensor:
         """Ids [batch, length] padded at the end, which causal masks hide."""

@@ -12,20 +12,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.routes import UNKNOWN, RouteShape, route_shape
 from async_rl.trajectory import Finish
 from inference.engine import EngineError
 from inference.server import Call, Piece
 
-EXPERTS_EACH = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
-
 
 class Model(NamedTuple):
-    """`ends`: the tokens at which the server ends by itself. `experts_each`: the experts a token goes to, 0 for a dense
-    model."""
+    """`ends`: the tokens at which the server ends by itself. `routes`: their shape, None for a dense model."""
 
     vocabulary: int
     ends: frozenset[int]
-    experts_each: int
+    routes: RouteShape | None
 
 
 def read_model(path: Path) -> Model:
@@ -34,14 +32,14 @@ def read_model(path: Path) -> Model:
         config = msgspec.json.decode((path / "config.json").read_bytes())
         text = config.get("text_config", config)
         vocabulary = int(text["vocab_size"])
+        routes = route_shape(config)
     except (OSError, KeyError, msgspec.DecodeError) as error:
         raise EngineError(f"{path / 'config.json'} cannot be read as a model's configuration: {error!r}") from error
     ends = _ids(text.get("eos_token_id"))
     generation = path / "generation_config.json"
     if generation.exists():
         ends |= _ids(msgspec.json.decode(generation.read_bytes()).get("eos_token_id"))
-    experts = next((int(text[name]) for name in EXPERTS_EACH if text.get(name)), 0)
-    return Model(vocabulary, ends, experts)
+    return Model(vocabulary, ends, routes)
 
 
 class Answer:
@@ -134,12 +132,22 @@ class Answer:
         return [(label, len(list(run))) for label, run in groupby(account[given:])]
 
     def _routes(self, meta: Mapping[str, Any]) -> npt.NDArray[np.int32] | None:
-        """int32 [prompt + sampled - 1, layers, experts each]; None of a call that was given up before its first."""
-        packed = meta.get("routed_experts") if self._routed else None
-        if packed is None:
+        """int32 [prompt + sampled - 1, layers, experts each], UNKNOWN in dense layers, for which the server says
+        something too; None of a call that was given up before its first. Raises EngineError for another number."""
+        packed, shape = meta.get("routed_experts") if self._routed else None, self._model.routes
+        if packed is None or shape is None:
             return None
+        told = np.frombuffer(base64.b64decode(packed), np.int32)
         positions = len(self._call.ids) + self._seen - 1
-        return np.frombuffer(base64.b64decode(packed), np.int32).reshape(positions, -1, self._model.experts_each)
+        if told.size != positions * shape.layers * shape.each:
+            raise EngineError(
+                f"{self._name}: the SGLang server told {told.size} experts of {positions} positions, not "
+                f"{shape.layers} layers · {shape.each} experts of each"
+            )
+        routes = np.full((positions, shape.layers, shape.each), UNKNOWN, np.int32)
+        routed = list(shape.routed)
+        routes[:, routed] = told.reshape(routes.shape)[:, routed]
+        return routes
 
 
 def _last(values: Sequence[Any], count: int) -> Sequence[Any]:

@@ -82,12 +82,12 @@ class SglangServer:
     ) -> None:
         self._model_path = model_path.resolve()
         self._model: Model = read_model(self._model_path)
-        if routes and not self._model.experts_each:
+        if routes and self._model.routes is None:
             raise EngineError(f"{model_path}: routes are asked for, but the model has no experts")
         device = _device() if device == "auto" else device
         defaults = default_flags(
             slots=slots, max_context=max_context, max_adapters=max_adapters, device=device, dtype=dtype,
-            whole=whole, experts=self._model.experts_each > 0, routes=routes,
+            whole=whole, experts=self._model.routes is not None, routes=routes,
         )  # fmt: skip
         self._flags = merge_flags(defaults, arguments)
         self._python, self._log = python, log
@@ -118,6 +118,7 @@ class SglangServer:
             logprob_bound=LOGPROB_BOUNDS[self._dtype],
             in_place=self._whole,
             top_p=True,
+            routes=self._routes,
         )
 
     @property

@@ -60,8 +60,9 @@ class TorchEngine:
     """Implements inference.engine.Engine. `slots` requests run at once, each of at most `max_context` tokens, prompt
     included; `stop_tokens` end a request (default: the model's own end tokens). With `exact` a pinned request gets the
     same bits whatever else runs (inference.exact_shapes). A completion has the `top_tokens` likeliest tokens at each
-    place; then the decode step stays eager, and a prefix, which lacks them, is refused. With `storage` policies are
-    weights of the whole model, of which there is one copy, and which the trainer keeps in that dtype."""
+    place; then the decode step stays eager, and a prefix, which lacks them, is refused. With `routes` it tells where
+    every position went. With `storage` policies are weights of the whole model, of which there is one copy, and which
+    the trainer keeps in that dtype."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class TorchEngine:
         stop_tokens: Collection[int] | None = None,
         exact: bool = False,
         top_tokens: int = 0,
+        routes: bool = False,
         storage: Storage | None = None,
     ) -> None:
         if slots < 1 or max_context < 2:
@@ -91,6 +93,7 @@ class TorchEngine:
             compile_mode="never" if exact or top_tokens else compile_mode,
             exact=exact,
             top=top_tokens,
+            routes=routes,
         )
         self._weights = policy_weights(self._runner, self._resident, Path(model_path), storage)
         self._exact = exact
@@ -121,7 +124,8 @@ class TorchEngine:
     def capabilities(self) -> Capabilities:
         bound = LOGPROB_BOUNDS[str(self._runner.dtype).removeprefix("torch.")]
         own = self._weights
-        return Capabilities("torch", own.in_flight, self._resident.max_resident, "span", bound, own.in_place)
+        most, routes = self._resident.max_resident, self._runner.forward.routes is not None
+        return Capabilities("torch", own.in_flight, most, "span", bound, own.in_place, routes=routes)
 
     @property
     def serving(self) -> PolicyId | None:
@@ -440,7 +444,8 @@ class TorchEngine:
         self._unbind(attempt)
         self._rows["alive"][row] = self._rows["stale"][row] = 0
         runs, resumed = self._stamps.runs(stamps), len(so_far.tokens)
-        return Completion(key, tokens, logprobs, runs, finish, queued_s, sampling_s, resumed, top)
+        routes = self._runner.routes_of(row, length - 1)  # the last token was not computed
+        return Completion(key, tokens, logprobs, runs, finish, queued_s, sampling_s, resumed, top, routes)
 
     def _arrange(self, new: IntArray | None = None) -> IntArray:
         """Make rows compact and sorted by policy, with room for new requests of policies `new`; returns their rows."""

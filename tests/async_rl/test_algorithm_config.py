@@ -56,6 +56,7 @@ BROKEN = {
     'gate_side has no meaning with gate = "none"': {"algorithm": {"gate_side": "away"}},
     "age_decay_of has no meaning with age_decay = 0": {"algorithm": {"age_decay_of": "failures"}},
     'gate = "tv" needs a gate_bound above 0': {"algorithm": {"gate": "tv"}},
+    'router_replay = "trainer" keeps the experts of the pass before': {"algorithm": {"router_replay": "trainer"}},
     'gate_side = "away" judges single tokens': {"algorithm": TV | {"gate_side": "away", "gate_level": "sequence"}},
 }
 # Each as near as one can come to the rule above it without breaking it.
@@ -73,6 +74,7 @@ WHOLE = [
     {"algorithm": CENTRED | {"age_decay": 0.5}, "inference": DISCARD},
     {"algorithm": TV | {"gate_side": "away"}},
     {"algorithm": {"age_decay": 0.1, "age_decay_of": "failures"}},
+    {"algorithm": {"router_replay": "trainer"}, "trainer": {"updates_per_batch": 2}},
     {"algorithm": TV | {"gate_level": "sequence"}},
 ]
 

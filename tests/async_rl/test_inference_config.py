@@ -189,6 +189,10 @@ BROKEN: dict[str, dict[str, Any]] = {
         "algorithm": CENTRED,
         "inference": {"handover": "discard", "compile": "always"},
     },
+    'needs the experts of every token, which engine "vllm" does not tell: set [inference] engine = "torch" or': {
+        "algorithm": {"router_replay": "rollout"},
+        "inference": {"group": [{"name": "a"}, {"name": "b", "engine": "vllm"}]},
+    },
     "endpoint = 'localhost:30000': write it as http://host:port": {
         "inference": {"engine": "sglang", "sglang": {"endpoint": "localhost:30000"}},
     },
@@ -210,6 +214,11 @@ WHOLE: list[dict[str, Any]] = [
     {"inference": {"compile": "never", "group": [{"name": "a", "engine": "vllm"}, {"name": "b"}]}},
     {"inference": {"engine_timeout": 3.0, "group": [{"name": "a", "engine": "vllm"}, {"name": "b"}]}},
     {"inference": {"engine": "sglang", "in_flight": "recompute"}},
+    {
+        "algorithm": {"router_replay": "rollout"},
+        "inference": {"group": [{"name": "a"}, {"name": "b", "engine": "sglang"}]},
+    },
+    {"algorithm": {"router_replay": "trainer"}, "trainer": {"updates_per_batch": 2}, "inference": {"engine": "vllm"}},
     {"inference": {"engine": "sglang", "in_flight": "continue"}, **SKETCH},
     {"inference": {"engine": "vllm", "in_flight": "continue"}},
     {"run": {"eval_every": 5}, "inference": {"max_resident": 3}},

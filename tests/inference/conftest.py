@@ -41,8 +41,13 @@ CONFIGS = {
     "gemma3_text": ROPE | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral": ROPE | {"sliding_window": 5},
     "gpt2": COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-}
-TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
+    # The first layer is dense.
+    "qwen3_moe": ROPE | {
+        "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

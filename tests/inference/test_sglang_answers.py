@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_rl.routes import RouteShape
 from inference.engine import EngineError
 from inference.server import Call, Piece
 from inference.sglang_answers import Answer, Model, read_model
 
-MODEL = Model(vocabulary=50, ends=frozenset(), experts_each=2)
+MODEL = Model(vocabulary=50, ends=frozenset(), routes=RouteShape(3, (1, 2), 99, 2))
 
 
 def call(top_p: float = 1.0) -> Call:
@@ -97,12 +98,21 @@ def test_routes_come_with_the_last_piece_for_every_position_but_the_last() -> No
     assert answer.read(event(1, [4]), False).routes is None
     last = answer.read(event(2, [5], finish_reason={"type": "length"}, routed_experts=packed), False)
     assert last.routes is not None
-    np.testing.assert_array_equal(last.routes, routes)
+    np.testing.assert_array_equal(last.routes[:, 1:], routes[:, 1:])
+    assert (last.routes[:, 0] == -1).all()  # the server says something of a dense layer too
+
+
+def test_routes_of_another_number_of_layers_are_refused() -> None:
+    packed = base64.b64encode(np.zeros((4, 2, 2), np.int32).tobytes()).decode()
+    last = event(2, [4, 5], finish_reason={"type": "length"}, routed_experts=packed)
+    with pytest.raises(EngineError, match="told 16 experts of 4 positions, not 3 layers · 2 experts of each"):
+        Answer(call(), MODEL, label=None, routed=True).read(last, False)
 
 
 def test_a_model_ends_where_any_of_its_configurations_says(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "eos_token_id": 1, "num_experts_per_tok": 2}))
-    assert read_model(tmp_path) == Model(9, frozenset([1]), 2)
+    experts = {"num_experts_per_tok": 2, "num_experts": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "eos_token_id": 1} | experts))
+    assert read_model(tmp_path) == Model(9, frozenset([1]), RouteShape(2, (0, 1), 4, 2))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
     assert read_model(tmp_path).ends == {1, 3}
     with pytest.raises(EngineError, match=r"config\.json"):
