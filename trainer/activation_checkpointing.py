@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -13,10 +14,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_rl.config import ConfigError
 
+Again = Callable[[], AbstractContextManager[None]]
+"""Called when a layer is computed; gives the context in which it has to be computed again."""
 
-def checkpoint_layers(model: nn.Module) -> int:
+
+def checkpoint_layers(model: nn.Module, again: Again = nullcontext) -> int:
     """Let every decoder layer of `model` checkpoint itself where gradients are wanted; returns how many there are.
-    Raises ConfigError for a model without such layers.
+    What a layer computes must not change until the backward pass, but for what `again` restores. Raises ConfigError
+    for a model without such layers.
 
     transformers' own switch acts in training mode only, in which dropout acts too, and the policy that is trained must
     be the one that is served. So this one has no regard to the mode; nothing random is computed twice."""
@@ -27,15 +32,18 @@ def checkpoint_layers(model: nn.Module) -> int:
             "checkpointed; set it to false, and lower micro_batch_tokens if memory is short"
         )
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward)
+        layer.forward = _checkpointed(layer.forward, again)
     return len(layers)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], again: Again) -> Callable[..., Any]:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), again()
+
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
     return checkpointed

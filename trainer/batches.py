@@ -19,6 +19,7 @@ import torch
 from async_rl.config import Config
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
+from async_rl.routes import RouteShape, check_routes, routes_of
 from async_rl.top_tokens import check_top, top_of
 from async_rl.trajectory import (
     MaskReason,
@@ -64,9 +65,11 @@ class TrainingBatch(NamedTuple):
     reference_kl: float | None = None
 
 
-def prepare(received: Received, config: Config, vocabulary_size: int) -> TrainingBatch:
-    """Raises AsyncRLError when the batch does not hold the trajectories that its groups declare, or for rewards that
-    the configured advantage is not for."""
+def prepare(
+    received: Received, config: Config, vocabulary_size: int, routes: RouteShape | None = None
+) -> TrainingBatch:
+    """`routes`: the shape of those that are to come with every token. Raises AsyncRLError when the batch does not hold
+    the trajectories that its groups declare, or for rewards that the configured advantage is not for."""
     credit = config.algorithm
     batch: Batch = received.message
     trajectories = _trajectories(received)
@@ -76,7 +79,7 @@ def prepare(received: Received, config: Config, vocabulary_size: int) -> Trainin
     groups = np.repeat(np.arange(len(sizes)), sizes)
     kept, dispositions = [], []
     for group, trajectory in zip(groups, trajectories, strict=True):
-        outcome = _outcome(trajectory, batch.for_version, vocabulary_size, config)
+        outcome = _outcome(trajectory, batch.for_version, vocabulary_size, config, routes)
         dispositions.append(Disposition(trajectory.lease, trajectory.sample, outcome))
         if outcome == "trained":
             kept.append((int(group), trajectory))
@@ -169,12 +172,17 @@ def _trajectories(received: Received) -> list[Trajectory]:
         raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
 
 
-def _outcome(trajectory: Trajectory, for_version: int, vocabulary_size: int, config: Config) -> Outcome:
+def _outcome(
+    trajectory: Trajectory, for_version: int, vocabulary_size: int, config: Config, routes: RouteShape | None
+) -> Outcome:
     centred, buffer = config.algorithm.center_scores, config.buffer
     try:
         check_trajectory(trajectory, vocabulary_size)
-        for arrays in segment_arrays(trajectory) if centred else ():
-            check_top(arrays, centred, vocabulary_size, f"attempt {trajectory.attempt}")
+        for arrays in segment_arrays(trajectory):
+            if centred:
+                check_top(arrays, centred, vocabulary_size, f"attempt {trajectory.attempt}")
+            if routes is not None:
+                check_routes(arrays, routes, f"attempt {trajectory.attempt}")
         if not trajectory.versions:
             raise TrajectoryError(f"attempt {trajectory.attempt}: nothing was sampled (status {trajectory.status})")
     except TrajectoryError as error:
@@ -202,5 +210,6 @@ def _samples(
         if too_old.any():
             mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
         top = top_of(arrays) if config.algorithm.center_scores else None
-        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group, top))
+        routes = routes_of(arrays) if config.algorithm.router_replay == "rollout" else None
+        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group, top, routes))
     return samples

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from async_rl.config import model_routes
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import fingerprint, pacing
 from async_rl.run.curve import draw_learning_curve
@@ -97,6 +98,7 @@ class Learner:
         self._elapsed_before = state.elapsed_s
         self._evaluating = {request.policy: request for request in state.evaluating}
         self._fingerprint = fingerprint
+        self._routes = model_routes(self._config) if self._config.algorithm.router_replay == "rollout" else None
         self._life = secrets.token_hex(8)
         self._watch = Watch(context.config, context.directory.checkpoints, context.directory.metrics_path)
         self._talk = Dialogue(buffer, self._introduction, self._take_in_passing, context.stopping, context.watchdog)
@@ -119,7 +121,7 @@ class Learner:
                 drawn = self._draw(state.version)
                 drawn_at = time.monotonic()
                 reached("trainer.after-draw")
-                batch = prepare(drawn, self._config, self._backend.vocabulary_size)
+                batch = prepare(drawn, self._config, self._backend.vocabulary_size, self._routes)
                 rate = rate_at(state.version, steps, self._config.trainer)
                 with self._watchdog.working(f"trains batch {drawn.message.batch} from version {state.version}"):
                     batch = with_reference_kl(batch, self._backend, self._config.algorithm)

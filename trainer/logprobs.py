@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,9 +18,12 @@ import torch
 from torch import nn
 
 from async_rl.errors import AsyncRLError
+from async_rl.policy.routers import find_routers
 from trainer.head import CHUNK_BYTES, Mixture, head_logprobs, head_logprobs_and_mean, mean_of, selected
 from trainer.packed_attention import NAME, Layout, Unpackable, make_layout
 from trainer.packing import pack
+from trainer.replay_torch import Replay
+from trainer.route_rows import flat_routes
 
 PAD = 0  # any valid id: padding is on the right, where causal attention keeps real tokens from seeing it
 TOLERANCE = 1e-5  # nats between packed and padded, or four times what padding alone changes
@@ -31,17 +35,28 @@ log = logging.getLogger("trainer")
 class Rows(NamedTuple):
     """A micro-batch on the device: ids int64, and for each wanted token its predecessor's place in the flattened ids
     (`position`) and its id (`target`): int64 [n] each, in the order that was asked for. Packed: ids [1, tokens] with
-    `position_ids` [1, tokens] and `layout`. Padded: ids [rows, longest], the others None."""
+    `position_ids` [1, tokens] and `layout`. Padded: ids [rows, longest], the others None. `spans`: where the computed
+    part of each sequence lies in the flattened ids, (start, length), in the order that was asked for. `routes`: where
+    each of the flattened ids goes, int16 [tokens, layers, k] (trainer.replay_torch); None leaves it to the routers."""
 
     ids: torch.Tensor
     position: torch.Tensor
     target: torch.Tensor
     position_ids: torch.Tensor | None = None
     layout: Layout | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+    routes: torch.Tensor | None = None
+
+
+Routes = Sequence[npt.NDArray[np.int16] | None]
+"""Of each sequence its routes [tokens, layers, k], or None where they are not known."""
 
 
 def padded_rows(
-    tokens: Sequence[npt.NDArray[np.int32]], wanted: Sequence[npt.NDArray[np.intp]], device: torch.device
+    tokens: Sequence[npt.NDArray[np.int32]],
+    wanted: Sequence[npt.NDArray[np.intp]],
+    device: torch.device,
+    routes: Routes = (),
 ) -> Rows:
     """`wanted` are the indices (≥ 1, rising, at least one) of the tokens of each row whose log-probability is needed.
     What comes after the predecessor of the last wanted one is not computed at all."""
@@ -50,11 +65,16 @@ def padded_rows(
     for row, (sequence, length) in enumerate(zip(tokens, lengths, strict=True)):
         ids[row, :length] = sequence[:length]
     start = [row * ids.shape[1] for row in range(len(tokens))]
-    return Rows(*_on_device(device, ids, *_places(tokens, wanted, start)))
+    spans = tuple(zip(start, lengths, strict=True))
+    on_device = _on_device(device, ids, *_places(tokens, wanted, start))
+    return Rows(*on_device, spans=spans, routes=_flat_routes(routes, spans, ids.size, device))
 
 
 def packed_rows(
-    tokens: Sequence[npt.NDArray[np.int32]], wanted: Sequence[npt.NDArray[np.intp]], device: torch.device
+    tokens: Sequence[npt.NDArray[np.int32]],
+    wanted: Sequence[npt.NDArray[np.intp]],
+    device: torch.device,
+    routes: Routes = (),
 ) -> Rows:
     """The same without padding: all sequences in one row, longest first."""
     lengths = np.array([indices[-1] for indices in wanted], dtype=np.int64)
@@ -65,7 +85,16 @@ def packed_rows(
     position_ids = np.concatenate([np.arange(lengths[row]) for row in order])[None]
     places = _places(tokens, wanted, start.tolist())
     on_device = _on_device(device, ids, *places, position_ids)
-    return Rows(*on_device, layout=make_layout(lengths[order].tolist(), device))
+    spans = tuple(zip(start.tolist(), lengths.tolist(), strict=True))
+    flat = _flat_routes(routes, spans, ids.size, device)
+    return Rows(*on_device, layout=make_layout(lengths[order].tolist(), device), spans=spans, routes=flat)
+
+
+def _flat_routes(
+    routes: Routes, spans: Sequence[tuple[int, int]], total: int, device: torch.device
+) -> torch.Tensor | None:
+    flat = flat_routes(routes, spans, total) if routes else None
+    return None if flat is None else torch.from_numpy(flat).to(device)
 
 
 def _places(
@@ -83,10 +112,12 @@ def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Te
 class Scorer:
     """The forward pass of `model` (a transformers causal language model, in eval mode, on its device). With `packing`
     "auto" its sequences are packed if the log-probabilities are then those of padded rows; `packed` and `chunked` say
-    what was found. Raises AsyncRLError for a model without an output head."""
+    what was found. With `replay` (of this model) tokens go where `Rows.routes` says. Raises AsyncRLError for a model
+    without an output head."""
 
-    def __init__(self, model: Any, packing: Literal["auto", "never"] = "auto") -> None:
+    def __init__(self, model: Any, packing: Literal["auto", "never"] = "auto", replay: Replay | None = None) -> None:
         self.model = model
+        self._replay = replay
         self.device = next(model.parameters()).device
         self.head = output_head(model)
         self.chunk_bytes = CHUNK_BYTES
@@ -104,9 +135,14 @@ class Scorer:
         """Micro-batches of at most `budget` tokens computed (see `trainer.packing.pack`)."""
         return pack(lengths, attempts, budget, padded=not self.packed)
 
-    def rows(self, tokens: Sequence[npt.NDArray[np.int32]], wanted: Sequence[npt.NDArray[np.intp]]) -> Rows:
-        """The micro-batch of these sequences; `wanted` as in `padded_rows`."""
-        return (packed_rows if self.packed else padded_rows)(tokens, wanted, self.device)
+    def rows(
+        self,
+        tokens: Sequence[npt.NDArray[np.int32]],
+        wanted: Sequence[npt.NDArray[np.intp]],
+        routes: Routes = (),
+    ) -> Rows:
+        """The micro-batch of these sequences; `wanted` as in `padded_rows`, `routes` of each sequence, if any."""
+        return (packed_rows if self.packed else padded_rows)(tokens, wanted, self.device, routes)
 
     def logprobs(self, rows: Rows, temperature: float) -> torch.Tensor:
         """Log-probability of each wanted token, [n], at `temperature`, in float32 (or wider if the model is): logits
@@ -126,7 +162,8 @@ class Scorer:
 
     def hidden(self, rows: Rows) -> torch.Tensor:
         """What the head takes at the place of each wanted token: [n, width]."""
-        hidden = _decoder(self.model)(**_inputs(rows)).last_hidden_state
+        with self._replaying(rows):
+            hidden = _decoder(self.model)(**_inputs(rows)).last_hidden_state
         wanted: torch.Tensor = hidden.reshape(-1, hidden.shape[-1])[rows.position]
         return wanted
 
@@ -141,11 +178,15 @@ class Scorer:
 
         handle = self.head.register_forward_pre_hook(gather)
         try:
-            logits = self.model(**_inputs(rows)).logits
+            with self._replaying(rows):
+                logits = self.model(**_inputs(rows)).logits
         finally:
             handle.remove()
         of_all: torch.Tensor = logits[0]
         return of_all
+
+    def _replaying(self, rows: Rows) -> AbstractContextManager[None]:
+        return nullcontext() if self._replay is None else self._replay.serving(rows.routes)
 
     @torch.no_grad()
     def _try_packing(self) -> str:
@@ -168,7 +209,9 @@ class Scorer:
             gap = float((packed - padded).abs().max())
             if not gap <= allowed:
                 raise Unpackable(f"packed log-probabilities differ by {gap:.2g} nats")
-            if not torch.equal(packed[len(wanted[0]) :], other[len(wanted[0]) :]):
+            # With experts, which tokens are multiplied together depends on all of them, and with that the rounding.
+            seen = float((packed - other)[len(wanted[0]) :].abs().max())
+            if seen > (TOLERANCE if find_routers(self.model) else 0):
                 raise Unpackable("packed sequences see each other")
         except (Unpackable, TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             self.model.set_attn_implementation(before)

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from async_rl.algorithm_config import AlgorithmConfig
@@ -25,6 +27,7 @@ from trainer.backend import Sample, StepResult
 from trainer.flat_batch import Batch, flatten, unflatten
 from trainer.learnable import Learnable
 from trainer.minibatches import split_groups
+from trainer.route_rows import by_sequence
 
 if TYPE_CHECKING:
     from trainer.step_control.control import StepControl
@@ -37,12 +40,14 @@ def penalises_distance(algorithm: AlgorithmConfig) -> bool:
 
 class Accumulated(NamedTuple):
     """The batch's loss, on how many of its trained tokens that depends (without the distance to the reference), and the
-    log-probability of each [n] under the policy, and under the reference where the loss needs it."""
+    log-probability of each [n] under the policy, and under the reference where the loss needs it. `routes` of each
+    sample, as in `Sample`, where the pass was to record them; None of one that does not train."""
 
     loss: float
     learning: int
     proximal: torch.Tensor
     reference: torch.Tensor | None
+    routes: list[npt.NDArray[np.int16] | None] | None = None
 
 
 class Update(NamedTuple):
@@ -57,9 +62,10 @@ class Update(NamedTuple):
 
 class Gathered:
     """What a pass over a batch's micro-batches collects, each at the places of its own tokens: what `Accumulated` has,
-    as tensors that several ranks can sum. `reference` is None where the loss needs none."""
+    as tensors that several ranks can sum. `reference` is None where the loss needs none. With router_replay = "trainer"
+    a pass over `samples` that have no routes yet records them: `put_routes`, else `routes` is None."""
 
-    def __init__(self, batch: Batch, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, samples: Sequence[Sample], batch: Batch, algorithm: AlgorithmConfig) -> None:
         behaviour = batch.data.behaviour
         self._batch = batch
         self._algorithm = algorithm
@@ -68,6 +74,17 @@ class Gathered:
         self.reference = torch.zeros_like(behaviour) if self.asks_reference else batch.reference
         self.total = torch.zeros((), dtype=torch.float64, device=behaviour.device)
         self.learning = torch.zeros((), dtype=torch.int64, device=behaviour.device)
+        self._samples = samples
+        records = algorithm.router_replay == "trainer" and all(sample.routes is None for sample in samples)
+        self.routes: list[npt.NDArray[np.int16] | None] | None = [None] * len(samples) if records else None
+
+    def put_routes(self, samples: Sequence[int], flat: npt.NDArray[np.int16], spans: Sequence[tuple[int, int]]) -> None:
+        """Where the tokens of a micro-batch went: `flat` int16 [tokens, layers, k], with those of each of its samples
+        at a span (start, length)."""
+        assert self.routes is not None
+        lengths = [len(self._samples[index].tokens) for index in samples]
+        for index, each in zip(samples, by_sequence(flat, spans, lengths), strict=True):
+            self.routes[index] = each
 
     def put_reference(self, where: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Log-probabilities under the base model, before `loss` asks for them."""
@@ -89,7 +106,7 @@ class Gathered:
         return loss
 
     def result(self) -> Accumulated:
-        return Accumulated(float(self.total), int(self.learning), self.proximal, self.reference)
+        return Accumulated(float(self.total), int(self.learning), self.proximal, self.reference, self.routes)
 
 
 class Stepping(ABC):
@@ -108,12 +125,18 @@ class Stepping(ABC):
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
         """One pass over the batch. Gradients are accumulated when they are enabled."""
 
+    def _replay_metrics(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
+        """`replay_missing`, the share of the experts' choices that no route told and the live router made, and
+        `replay_changed` and `replay_changed_tokens` (trainer.replay_torch.Replay.metrics); {} without router replay."""
+        return {}
+
     def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
         """See the contract. Metrics: `loss`, `grad_norm` (before clipping; of a sketch, its own), `learning_rate` or
         `update_ratio`, those of `ratio_metrics`, `learning_fraction` (the share of tokens with an advantage, with a
         loss of one's own of all tokens, that move the policy: neither gated nor beyond a clip), with a reference in the
         loss `reference_kl`, the mean k3 of the policy against it, with centred scores `top_mass`, the mean probability
-        of the sampler's likeliest tokens together, and those of step control. A skipped batch moves nothing, not even
+        of the sampler's likeliest tokens together, with router replay those of `_replay_metrics`, and those of step
+        control. A skipped batch moves nothing, not even
         by weight decay, but its metrics and proximal log-probabilities are real.
         Raises AsyncRLError for a sample that cannot be trained, naming its attempt.
 
@@ -129,6 +152,10 @@ class Stepping(ABC):
         else:
             with torch.no_grad():
                 before = self._accumulate(samples, batch)
+            if before.routes is not None:
+                samples = [
+                    sample._replace(routes=routes) for sample, routes in zip(samples, before.routes, strict=True)
+                ]
             updates = self._updates(samples, batch, before, rate)
         loss, norm = (math.fsum(values) / len(updates) for values in list(zip(*updates, strict=True))[:2])
         metrics = {"loss": loss, "grad_norm": norm, rate_key(self.trainer): rate} | _means(
@@ -141,6 +168,7 @@ class Stepping(ABC):
             metrics["top_mass"] = float(batch.top.weights.double().sum(1).mean())
         if before.reference is not None and batch.n_tokens:
             metrics["reference_kl"] = float(k3_of((before.reference - before.proximal).double()).mean())
+        metrics |= self._replay_metrics(samples, batch)
         return StepResult(metrics, unflatten(samples, batch, before.proximal), skipped=norm == 0)
 
     def _updates(self, samples: Sequence[Sample], whole: Batch, before: Accumulated, rate: float) -> list[Update]:

@@ -5,6 +5,7 @@ is its kind's (trainer/learnable.py); how it moves, trainer/stepping.py's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from trainer.lora import adapter_off
 from trainer.lora_weights import LoraWeights
 from trainer.model_loading import load_model, resolve_device
 from trainer.push_sizes import push_sizes
+from trainer.replay_torch import Replay
+from trainer.route_rows import missing_share
 from trainer.stepping import Accumulated, Gathered, Stepping
 
 if TYPE_CHECKING:
@@ -75,9 +78,10 @@ class TorchBackend(Stepping):
         self.model.eval()
         self.push_sizes = push_sizes(self.model, trainer)
         self.learnable = make_learnable(self.model, trainer, seed, self.model_path)
-        self.scorer = Scorer(self.model, trainer.packing)
+        self.replay = Replay(self.model) if algorithm.router_replay != "none" else None
+        self.scorer = Scorer(self.model, trainer.packing, self.replay)
         if trainer.activation_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, self.replay.again if self.replay else nullcontext)
         self.vocabulary_size = vocabulary_size(self.model)
         if algorithm.center_scores > self.vocabulary_size:
             raise ConfigError(
@@ -106,25 +110,48 @@ class TorchBackend(Stepping):
         return floored(current), data._replace(expected=expected)
 
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
-        gathered = Gathered(batch, self.algorithm)
-        for rows, where in self._micro_batches(samples, batch):
+        gathered = Gathered(samples, batch, self.algorithm)
+        for rows, where, members in self._micro_batches(samples, batch):
             if gathered.asks_reference:
                 gathered.put_reference(where, self._reference_logprobs(rows))
-            current, data = self._forward(rows, batch, where)
+            with self._recording(gathered, rows, members):
+                current, data = self._forward(rows, batch, where)
             loss = gathered.loss(current, data, where)
             if loss.requires_grad:
                 loss.backward()
         return gathered.result()
 
-    def _micro_batches(self, samples: Sequence[Sample], batch: Batch) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Each micro-batch, and the places of its trained tokens among the batch's: int64 [n]."""
+    @contextmanager
+    def _recording(self, gathered: Gathered, rows: Rows, members: Sequence[int]) -> Iterator[None]:
+        """Where this pass is to find the routes of the next ones: those of the one forward within."""
+        if gathered.routes is None or self.replay is None:
+            yield
+            return
+        recorded: list[torch.Tensor] = []
+        with self.replay.recording(recorded):
+            yield
+        gathered.put_routes(members, recorded[0].cpu().numpy(), rows.spans)
+
+    def _replay_metrics(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
+        if self.replay is None:
+            return {}
+        lengths = [int(places[-1]) for places in batch.wanted]
+        missing = missing_share([samples[row].routes for row in batch.rows], lengths, self.replay.layers)
+        return {"replay_missing": missing} | self.replay.metrics()
+
+    def _micro_batches(
+        self, samples: Sequence[Sample], batch: Batch
+    ) -> Iterator[tuple[Rows, torch.Tensor, Sequence[int]]]:
+        """Each micro-batch, the places of its trained tokens among the batch's, int64 [n], and which samples it has."""
         lengths = [int(places[-1]) for places in batch.wanted]
         attempts = [samples[row].attempt for row in batch.rows]
         for members in self.scorer.split(lengths, attempts, self.trainer.micro_batch_tokens):
-            tokens = [samples[batch.rows[row]].tokens for row in members]
-            rows = self.scorer.rows(tokens, [batch.wanted[row] for row in members])
+            theirs = [batch.rows[row] for row in members]
+            routes = [samples[index].routes for index in theirs] if self.replay else ()
+            tokens = [samples[index].tokens for index in theirs]
+            rows = self.scorer.rows(tokens, [batch.wanted[row] for row in members], routes)
             ranges = [np.arange(batch.start[row], batch.start[row + 1]) for row in members]
-            yield rows, torch.from_numpy(np.concatenate(ranges)).to(self.device)
+            yield rows, torch.from_numpy(np.concatenate(ranges)).to(self.device), theirs
 
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> torch.Tensor:
@@ -145,7 +172,7 @@ class TorchBackend(Stepping):
             )
         batch = self._flatten(samples)
         flat = torch.zeros_like(batch.data.behaviour)
-        for rows, where in self._micro_batches(samples, batch):
+        for rows, where, _ in self._micro_batches(samples, batch):
             flat[where] = self._reference_logprobs(rows)
         return unflatten(samples, batch, flat)
 
