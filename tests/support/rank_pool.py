@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -108,5 +109,4 @@ def _rank(rank: int, world: int, store: str, timeout: float, target: str, payloa
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send_bytes(pickle.dumps(answer))
-    if answer[0]:
-        dist.barrier()  # a rank that leaves early would fail the others' last collectives
+    signal.pause()  # until it is killed: a rank that left early would fail the others' last collectives

@@ -155,3 +155,27 @@ def _gradients(sharded: Any) -> dict[str, npt.NDArray[np.float32]]:
         for name, value in hf_weights.full_tensors(sharded)
         if value is not None and name != "lm_head.weight"  # the head is not differentiated
     }
+
+
+def compute_without(payload: dict[str, Any]) -> None:
+    """A case, with everything that the shim puts in place but one."""
+    from trainer.megatron import shim
+
+    found = {entry.name: getattr(entry.owner, entry.name) for entry in shim.entries()}
+    owners = {entry.name: entry.owner for entry in shim.entries()}
+    shim.install()
+    if payload["without"]:
+        setattr(owners[payload["without"]], payload["without"], found[payload["without"]])
+    _case(**payload["case"])
+
+
+def write_again(payload: list[dict[str, Any]]) -> None:
+    """Load each model (path, parallel), and write it to `out`, in several small files."""
+    from trainer.megatron import groups, hf_weights, model
+
+    for case in payload:
+        sizes = ParallelConfig(**case["parallel"])
+        groups.begin(sizes, CPU)
+        sharded = model.build(case["path"], sizes, dtype=torch.float32, device=CPU, recompute=False)
+        hf_weights.write(sharded, Path(case["out"]), file_bytes=40_000)
+        groups.end()

@@ -1,15 +1,15 @@
 """megatron-core on a machine without a GPU: every call into CUDA that CPU ranks would make.
 
-megatron-core asks for the current GPU, for streams and for events as a matter of course. `install` answers with the CPU
-and with streams that do nothing, once in a process and only where torch sees no GPU; on GPUs stock code runs. Each
-entry says who asks. What needs no answer here: random states (nothing is drawn at random, see `settings`) and gradients
-of recomputed layers (torch's own checkpointing is used, see `model`).
+megatron-core asks for the current GPU and for streams as a matter of course. `install` answers with the CPU and with
+streams that do nothing, once in a process and only where torch sees no GPU; on GPUs stock code runs. Each entry is
+needed (tests/megatron/test_shim.py takes one away at a time). What needs none: random states (nothing is drawn at
+random, see `settings`) and gradients of recomputed layers (torch's own checkpointing is used, see `model`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,35 +17,42 @@ import torch.distributed as dist
 _installed = False
 
 
+class Entry(NamedTuple):
+    """What is put in the place of `owner.name`."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
 def install() -> None:
     """Answer megatron-core's calls into CUDA, unless there is a GPU. The second time does nothing."""
     global _installed
     if torch.cuda.is_available() or _installed:
         return
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import token_dispatcher
-
-    cuda: Any = torch.cuda
-    # Parameters and collectives' buffers are made on the current device.
-    cuda.current_device = lambda: torch.device("cpu")
-    # The all-to-all dispatcher copies its counts to the host on a stream of its own.
-    cuda.Stream = cuda.Event = _Idle
-    cuda.current_stream = lambda device=None: _IDLE
-    mappings_: Any = mappings
-    mappings_._gather_along_first_dim = _uneven_gather(mappings_._gather_along_first_dim)
-    mappings_._reduce_scatter_along_first_dim = _uneven_scatter(mappings_._reduce_scatter_along_first_dim)
-    dispatcher: Any = token_dispatcher
-    dispatcher.maybe_move_tensor_to_cpu = _on_host
+    for entry in entries():
+        setattr(*entry)
     _installed = True
 
 
-class _Idle:
-    """A stream, or an event, of a device that has neither: all is done when a call returns."""
+def entries() -> Iterator[Entry]:
+    """Made from stock code: not to be asked for again once they are installed."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
 
-    def __init__(self, *_args: Any, **_options: Any) -> None:
-        pass
+    # Parameters and collectives' buffers are made on the current device.
+    yield Entry(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    # The all-to-all dispatcher copies its counts to the host on a stream of its own.
+    yield Entry(torch.cuda, "Stream", _IdleStream)
+    yield Entry(torch.cuda, "current_stream", lambda device=None: _IdleStream())
+    yield Entry(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host)
+    yield Entry(mappings, "_gather_along_first_dim", _gather(mappings._gather_along_first_dim))
 
-    def record_event(self, event: Any = None) -> _Idle:
+
+class _IdleStream:
+    """A stream, and the events of it, of a device that has none: all is done when a call returns."""
+
+    def record_event(self) -> _IdleStream:
         return self
 
     def wait_stream(self, stream: Any) -> None:
@@ -55,49 +62,25 @@ class _Idle:
         pass
 
 
-_IDLE = _Idle()
-
-
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Numbers of tokens as gloo's all-to-all takes them: plain integers, where stock code keeps a tensor of the CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _uneven_gather(stock: Any) -> Any:
+def _gather(stock: Any) -> Any:
     """gloo gathers parts of one size only; the tokens of an expert's ranks (expert_tensor > 1) are as many as were
     routed to it on each. Parts are padded to the longest."""
 
     def gather(
-        input_: torch.Tensor,
-        group: Any,
-        output_split_sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
+        input_: torch.Tensor, group: Any, splits: Sequence[int] | None = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
-        if group.size() == 1 or output_split_sizes is None:
-            return stock(input_, group, output_split_sizes, use_global_buffer)
-        longest = max(output_split_sizes)
-        padded = input_.new_zeros(longest, *input_.shape[1:])
+        if group.size() == 1 or splits is None:
+            out: torch.Tensor = stock(input_, group, splits, use_global_buffer)
+            return out
+        padded = input_.new_zeros(max(splits), *input_.shape[1:])
         padded[: len(input_)] = input_
-        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        parts = [torch.empty_like(padded) for _ in splits]
         dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+        return torch.cat([part[:size] for part, size in zip(parts, splits, strict=True)])
 
     return gather
-
-
-def _uneven_scatter(stock: Any) -> Any:
-    """The same of a sum whose parts go to one rank each: all of it is summed on every rank."""
-
-    def scatter(
-        input_: torch.Tensor,
-        group: Any,
-        input_split_sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> torch.Tensor:
-        if group.size() == 1 or input_split_sizes is None:
-            return stock(input_, group, input_split_sizes, use_global_buffer)
-        total = input_.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total.split(list(input_split_sizes))[group.rank()].clone()
-
-    return scatter
