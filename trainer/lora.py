@@ -38,13 +38,18 @@ def attach_lora(model: nn.Module, targets: Targets, trainer: TrainerConfig, seed
     """Put a fresh adapter on `model`, in place, freeze everything else, and return the adapter's parameters by their
     names in the adapter file, sorted. A is drawn from `seed` (trainer.adapter_init), B is 0; both float32 on a
     half-precision base. Leaves torch's global random state as it was. Raises LoraError."""
-    if trainer.alpha != int(trainer.alpha):
-        raise LoraError(f"[trainer] alpha = {trainer.alpha}: engines read it as an integer, so it must be one")
+    check_alpha(trainer)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     parameters = _attach_linear(model, targets, trainer, seed) if targets.modules else {}
     parameters |= attach_expert_lora(model, targets.experts, trainer, seed)
     return dict(sorted(parameters.items()))
+
+
+def check_alpha(trainer: TrainerConfig) -> None:
+    """Raises LoraError."""
+    if trainer.alpha != int(trainer.alpha):
+        raise LoraError(f"[trainer] alpha = {trainer.alpha}: engines read it as an integer, so it must be one")
 
 
 def _attach_linear(model: nn.Module, targets: Targets, trainer: TrainerConfig, seed: int) -> dict[str, nn.Parameter]:

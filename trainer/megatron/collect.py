@@ -9,33 +9,36 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from async_rl.errors import AsyncRLError
 from trainer.megatron.slices import Axis, Piece, Plan, owned, whole
 
-_GROUPS: dict[Axis, Callable[[], dist.ProcessGroup]] = {
-    "tensor": parallel_state.get_tensor_model_parallel_group,
-    "data": parallel_state.get_data_parallel_group,
-    "expert_tensor": parallel_state.get_expert_tensor_parallel_group,
-    "expert": parallel_state.get_expert_model_parallel_group,
-    "expert_data": parallel_state.get_expert_data_parallel_group,
+_GROUP_NAMES: dict[Axis, str] = {
+    "tensor": "tp",
+    "data": "dp",
+    "expert_tensor": "expt_tp",
+    "expert": "ep",
+    "expert_data": "expt_dp",
 }
+"""megatron-core's names for the groups."""
 
 
 @torch.no_grad()
-def sum_over_ranks(tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
+def sum_over_ranks(
+    tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], groups: ProcessGroupCollection
+) -> None:
     """Each tensor, in place, becomes the sum over the axes of its piece: one exchange for all that have the same ones.
     What several ranks hold of one part is then the same on all of them, bit for bit."""
     alike: defaultdict[tuple[Axis, ...], list[torch.Tensor]] = defaultdict(list)
     for name in sorted(tensors):
         alike[pieces[name].sums].append(tensors[name])
     for axes, some in sorted(alike.items()):
-        groups = [group for group in (_GROUPS[axis]() for axis in axes) if group.size() > 1]
-        if not groups:
+        several = [group for group in (getattr(groups, _GROUP_NAMES[axis]) for axis in axes) if group.size() > 1]
+        if not several:
             continue
         flat = torch.cat([tensor.flatten() for tensor in some])
-        for group in groups:
+        for group in several:
             dist.all_reduce(flat, group=group)
         for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 from torch.nn.functional import linear
 
-from trainer.megatron.slices import SliceError
+from trainer.megatron.model import ShardedModel
 
 
 class Factors(NamedTuple):
@@ -65,13 +65,11 @@ class Adapters:
             self.on = True
 
     @torch.no_grad()
-    def weight_change(self, site: Site) -> torch.Tensor:
-        """scale·B·A of this rank's part of the layer's weight: [out, in], in the adapter's dtype."""
-        changes: list[torch.Tensor | None] = []
-        for path in site.projections:
-            found = self.factors.get(path)
-            changes.append(None if found is None else (found.b @ found.a).T)
-        return self.scale * _joined(site, changes).T
+    def weight_change(self, path: str) -> torch.Tensor | None:
+        """scale·B·A of this rank's part of a projection's weight: [out, in], in the adapter's dtype; None where it has
+        no adapter."""
+        found = self.factors.get(path)
+        return None if found is None else self.scale * (found.b @ found.a)
 
     def _hook(self, site: Site) -> Callable[..., Any]:
         parts = [self.factors.get(path) for path in site.projections]
@@ -86,32 +84,23 @@ class Adapters:
         return add
 
 
-def find_sites(chunks: Iterable[nn.Module], expert_rank: int) -> Iterator[Site]:
-    """The linear layers of a rank's part of a model of megatron-core (GPTModel: pre-norm attention, gated MLP or
-    experts). `expert_rank` is its place among the expert ranks. Raises SliceError."""
-    for chunk in chunks:
-        for layer in chunk.decoder.layers:  # type: ignore[union-attr]
-            path = f"model.layers.{layer.layer_number - 1}"
-            yield from _attention(layer.self_attention, f"{path}.self_attn")
-            experts = getattr(layer.mlp, "experts", None)
-            if experts is None:
-                yield from _mlp(layer.mlp, f"{path}.mlp", expert=False)
-                continue
-            first = expert_rank * len(experts.local_experts)
-            for number, each in enumerate(experts.local_experts, first):
-                yield from _mlp(each, f"{path}.mlp.experts.{number}", expert=True)
+def find_sites(model: ShardedModel) -> Iterator[Site]:
+    """The linear layers of this rank's part of the model."""
+    for number, layer in model.named_layers():
+        path = f"model.layers.{number}"
+        yield from _attention(layer.self_attention, f"{path}.self_attn")
+        mlp: Any = layer.mlp
+        if not layer.is_moe_layer:
+            yield from _mlp(mlp, f"{path}.mlp", expert=False)
+            continue
+        for expert, each in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
+            yield from _mlp(each, f"{path}.mlp.experts.{expert}", expert=True)
 
 
 def _attention(attention: Any, path: str) -> Iterator[Site]:
     config = attention.config
     ranks = attention.linear_qkv.tp_group.size()
-    if config.num_query_groups % ranks:
-        raise SliceError(
-            f"{path}: {config.num_query_groups} key-value heads cannot be shared evenly by {ranks} tensor ranks, and "
-            "an adapter on parts of a head is not offered: lower [trainer.parallel] tensor"
-        )
-    groups = config.num_query_groups // ranks
-    heads = config.num_attention_heads // ranks
+    groups, heads = config.num_query_groups // ranks, config.num_attention_heads // ranks
     widths = tuple(count * config.kv_channels for count in (heads, groups, groups))
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

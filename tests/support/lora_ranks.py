@@ -1,0 +1,201 @@
+"""What the tests of adapters under Megatron run on their ranks, and what one process computes of the same."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from sharded_models import CPU, TEMPERATURE, coefficients, rows_of, sequences
+
+from async_rl.config import TrainerConfig
+from async_rl.parallel_config import ParallelConfig
+
+Arrays = dict[str, npt.NDArray[Any]]
+STEPS = 3
+SEED = 5
+
+
+def trainer_config(**keys: Any) -> TrainerConfig:
+    return TrainerConfig(**{"rank": 4, "alpha": 8.0, "learning_rate": 1e-3, "max_grad_norm": 1.0} | keys)
+
+
+def fresh(path: Path, trainer: TrainerConfig) -> tuple[Any, dict[str, torch.nn.Parameter], dict[str, Any]]:
+    """A Hugging Face model with the torch backend's fresh adapter, the adapter's parameters by name and its config."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.lora import adapter_config, attach_lora
+    from trainer.targets import resolve_targets
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    targets = resolve_targets(model, trainer.targets)
+    return model, attach_lora(model, targets, trainer, SEED), adapter_config(targets, trainer)
+
+
+def random_adapter(path: Path, trainer: TrainerConfig) -> Arrays:
+    """Of every tensor of the adapter: noise, B too, so that all of it has a gradient."""
+    _, parameters, _ = fresh(path, trainer)
+    generator = torch.Generator().manual_seed(SEED)
+    return {
+        name: (torch.randn(parameters[name].shape, generator=generator) * 0.1).numpy() for name in sorted(parameters)
+    }
+
+
+def weighted(index: int, logprobs: torch.Tensor) -> torch.Tensor:
+    """A loss in which nothing cancels, so that its relative error means something."""
+    return -(logprobs * coefficients(index, len(logprobs)).abs()).sum()
+
+
+class OneProcess:
+    """Hugging Face's model with the adapter merged into its weights, differentiated by autograd."""
+
+    def __init__(self, path: Path, tensors: Arrays, scale: float) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+        self.scale = scale
+        self.start = tensors
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.parameters = {
+            name: torch.nn.Parameter(torch.from_numpy(array.copy())) for name, array in sorted(self.start.items())
+        }
+
+    def arrays(self) -> Arrays:
+        return {name: parameter.detach().numpy().copy() for name, parameter in self.parameters.items()}
+
+    def loss(self) -> float:
+        """Of `sequences`, and its gradient."""
+        from merged_adapters import merged_logits
+
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        total = 0.0
+        for index, micro_batch in enumerate(sequences()):
+            parts = []
+            for tokens in micro_batch:
+                ids = torch.from_numpy(tokens.astype(np.int64))[None]
+                logits = merged_logits(self.model, self.parameters, self.scale, ids)
+                logprobs = torch.log_softmax(logits[0, :-1] / TEMPERATURE, dim=-1)
+                parts.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
+            flat = torch.cat(parts)
+            loss = weighted(index, flat)
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+
+# --- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+class OnRanks:
+    """A rank's part of a model and its adapter."""
+
+    def __init__(self, path: str, parallel: dict[str, Any], recompute: bool, trainer: dict[str, Any]) -> None:
+        from trainer.megatron import groups, model
+        from trainer.megatron.learnable import LoraShards
+
+        self.parallel = ParallelConfig(**parallel)
+        groups.begin(self.parallel, CPU)
+        self.model = model.build(path, self.parallel, dtype=torch.float32, device=CPU, recompute=recompute)
+        self.learnable = LoraShards(self.model, trainer_config(**trainer), SEED, path)
+
+    def close(self) -> None:
+        from trainer.megatron import groups
+
+        groups.end()
+
+    def put(self, tensors: Arrays) -> None:
+        with torch.no_grad():
+            for name, parameter in self.learnable.parameters.items():
+                parameter.copy_(torch.from_numpy(tensors[name][self.learnable.pieces[name].index]))
+
+    def whole(self, tensors: dict[str, torch.Tensor] | None = None) -> Arrays:
+        from trainer.megatron.collect import gather
+
+        full = gather(self.learnable.parameters if tensors is None else tensors, self.learnable.plan)
+        return {name: tensor.numpy() for name, tensor in full.items()}
+
+    def gradients(self) -> Arrays:
+        return self.whole({name: _some(each.grad) for name, each in self.learnable.parameters.items()})
+
+    def loss(self, learns: bool = True) -> float:
+        """Of `sequences`, the same on every rank."""
+        from trainer.megatron import passes
+
+        pg = self.model.groups
+        mine = list(range(len(sequences())))[pg.dp.rank() :: pg.dp.size()]
+        total = torch.zeros((), dtype=torch.float64)
+
+        def loss_of(index: int, logprobs: torch.Tensor) -> torch.Tensor:
+            loss = weighted(mine[index], logprobs)
+            if pg.tp.rank() == 0:
+                total.add_(loss.detach().double())
+            return loss
+
+        self.learnable.zero()
+        batches = [rows_of(sequences()[index]) for index in mine]
+        passes.run(self.model, batches, loss_of, temperature=TEMPERATURE, learns=learns)
+        dist.all_reduce(total)
+        return float(total)
+
+    def replicas(self) -> dict[tuple[Any, ...], str]:
+        """A hash of each part that this rank holds, by name and place."""
+        return {
+            (name, piece.rows, piece.columns): hashlib.sha256(
+                self.learnable.parameters[name].detach().numpy().tobytes()
+            ).hexdigest()
+            for name, piece in self.learnable.pieces.items()
+        }
+
+    def sgd(self, rate: float) -> None:
+        with torch.no_grad():
+            for parameter in self.learnable.parameters.values():
+                parameter.add_(_some(parameter.grad), alpha=-rate)
+
+
+def _some(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient
+
+
+def learn(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each case (path, parallel, recompute, trainer, tensors, rate): the digest of the fresh adapter; the loss and
+    its gradient; the adapter after SGD; losses, norms and the adapter after AdamW; a hash of each part."""
+    return [_learn(**case) for case in payload["cases"]]
+
+
+def _learn(tensors: Arrays, rate: float, **case: Any) -> dict[str, Any]:
+    ranks = OnRanks(**case)
+    try:
+        out: dict[str, Any] = {"fresh": ranks.whole(), "modules": ranks.learnable.modules}
+        base = ranks.loss(learns=False)
+        ranks.put(tensors)
+        with ranks.learnable.off():
+            out["off"] = ranks.loss(learns=False) - base
+        out["loss"] = ranks.loss()
+        out["norm"] = ranks.learnable.norm()
+        out["gradients"] = ranks.gradients()
+        for step in range(STEPS):
+            if step:
+                ranks.loss()
+                ranks.learnable.norm()
+            ranks.sgd(rate)
+        out["sgd"] = ranks.whole()
+        ranks.put(tensors)
+        out["adamw"] = []
+        for _ in range(STEPS):
+            loss, norm = ranks.loss(), ranks.learnable.norm()
+            ranks.learnable.move(norm, 1e-3)
+            out["adamw"].append((loss, norm))
+        out["adamw"].append((ranks.loss(), ranks.learnable.norm()))
+        out["after"], out["replicas"] = ranks.whole(), ranks.replicas()
+        return out
+    finally:
+        ranks.close()

@@ -1,0 +1,33 @@
+"""A whole model with the adapter in its weights, made of the parts where they lie: no rank ever holds all of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.megatron import hf_weights
+from trainer.megatron.lora import Adapters
+from trainer.megatron.model import ShardedModel
+from trainer.megatron.pieces import Piece
+from trainer.whole_model import COMPANIONS
+
+
+def write_merged(model: ShardedModel, adapters: Adapters, folder: Path, base: str) -> None:
+    """W + scale·B·A in Hugging Face layout, summed in the adapter's dtype and rounded once to the model's, with the
+    companions of the model at `base`. Called on all ranks at once; rank 0 writes."""
+
+    def merged(piece: Piece) -> torch.Tensor:
+        change = adapters.weight_change(piece.name.removesuffix(".weight"))
+        if change is None:
+            return hf_weights.held(piece)
+        weight = piece.local.reshape(piece.size)
+        return (weight.to(change.dtype) + change).to(weight.dtype)
+
+    hf_weights.write(model, folder, merged)
+    if dist.get_rank() == 0:
+        for pattern in COMPANIONS:
+            for path in sorted(Path(base).glob(pattern)):
+                shutil.copy2(path, folder / path.name)
