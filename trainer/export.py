@@ -11,13 +11,10 @@ import argparse
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -26,8 +23,10 @@ from async_rl.policy.adapter import canonical_config, read_adapter
 from async_rl.policy.update_file import read_snapshot
 from trainer.checkpoint import check_checkpoint, find_latest
 from trainer.lora import write_peft_folder
+from trainer.merging import merge_adapter
 from trainer.model_loading import load_model
 from trainer.optimizer_state import ADAPTER_FILE, COUNTERS_FILE, WEIGHTS_FILE, read_counters
+from trainer.peft_layout import from_peft
 from trainer.whole_model import all_parameters, fill, write_whole
 
 CHECKPOINTS = "checkpoints"
@@ -62,9 +61,9 @@ def export(source: Path, folder: Path, *, merged: bool = False, model: str = "")
     if not merged:
         write_peft_folder(folder, policy.tensors, policy.config, base)
         return peft_line(base, folder)
-    with tempfile.TemporaryDirectory() as adapter:
-        write_peft_folder(Path(adapter), policy.tensors, policy.config, base)
-        _merge(base, Path(adapter), folder)
+    whole = load_model(base, "auto")
+    merge_adapter(whole, policy.tensors, policy.config)
+    write_whole(folder, whole, base)
     return whole_line(folder)
 
 
@@ -128,19 +127,11 @@ def _export_weights(checkpoint: Path, folder: Path, model: str) -> str:
 def _read_peft_folder(folder: Path) -> Policy:
     try:
         table = json.loads((folder / PEFT_FILE).read_text())
-        config = json.loads(canonical_config(table))
-        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors, found = from_peft(load_file(folder / "adapter_model.safetensors"), table)
+        config = json.loads(canonical_config(found))
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise AsyncRLError(f"PEFT folder {folder}: cannot be read: {error}") from error
     return Policy(tensors, config, table.get("base_model_name_or_path") or "")
-
-
-def _merge(base: str, adapter: Path, folder: Path) -> None:
-    """W + scale·B·A in float32, rounded once to the base's dtype."""
-    model = load_model(base, "auto")
-    dtype = next(model.parameters()).dtype
-    whole = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload().to(dtype)
-    write_whole(folder, whole, base)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

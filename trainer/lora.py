@@ -25,6 +25,7 @@ from trainer.adapter_init import dense_a
 from trainer.canary import same_norm
 from trainer.expert_lora import attach_expert_lora, expert_loras
 from trainer.experts import expert_weights
+from trainer.peft_layout import to_peft
 from trainer.targets import Targets
 
 ADAPTER = "default"  # peft's name for the only adapter
@@ -143,22 +144,21 @@ def adapter_config(targets: Targets, trainer: TrainerConfig) -> dict[str, Any]:
 def write_peft_folder(
     folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], base_model: str
 ) -> None:
-    """The adapter as `peft.PeftModel.from_pretrained(model, folder)` reads it. `tensors` bear PEFT's names already;
-    `config` is that of `adapter_config`; `base_model` is the path recorded as the model it belongs to."""
+    """The adapter as `peft.PeftModel.from_pretrained(model, folder)` reads it. `tensors` and `config` are those of the
+    adapter file; `base_model` is the path recorded as the model it belongs to."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    adapter = to_peft({name: tensor.detach().cpu() for name, tensor in tensors.items()}, config)
+    kept = {name: tensor.contiguous() for name, tensor in adapter.tensors.items()}
     save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config_class: Any = LoraConfig
     table: dict[str, Any] = config_class(
+        **adapter.config,
         task_type="CAUSAL_LM",
-        r=config["r"],
-        lora_alpha=config["lora_alpha"],
-        target_modules=list(config["target_modules"]),
         lora_dropout=0.0,
         bias="none",
         base_model_name_or_path=base_model,
         inference_mode=True,
     ).to_dict()
-    table["target_modules"] = sorted(table["target_modules"])
+    table["target_modules"] = sorted(table["target_modules"] or ())
     text = json.dumps(table, indent=2, sort_keys=True, default=str)
     (folder / "adapter_config.json").write_text(text + "\n")
