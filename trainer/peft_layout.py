@@ -230,8 +230,8 @@ def _gate_and_up(name: str, parts: Mapping[str, torch.Tensor], rank: int) -> dic
     half = b.shape[1] // 2
     if a.shape[1] != 2 * rank or b[:, :half, rank:].any() or b[:, half:, :rank].any():
         raise AsyncRLError(
-            f"PEFT folder: {name} adapts gate_up_proj by factors of rank {a.shape[1]} that are not one pair for gate and "
-            f"one for up, of rank {rank} each: such an adapter can only be merged, by peft"
+            f"PEFT folder: {name} adapts gate_up_proj by factors of rank {a.shape[1]} that are not one pair for gate "
+            f"and one for up, of rank {rank} each: such an adapter can only be merged, by peft"
         )
     gate = {"A": a[:, :rank], "B": b[:, :half, :rank]}
     up = {"A": a[:, rank:], "B": b[:, half:, rank:]}
