@@ -3,17 +3,24 @@ imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import Config
+from async_rl.errors import AsyncRLError
+from async_rl.run.watchdog import Watchdog
 from trainer.backend import Backend
+from trainer.ranks.place import Place, check_world, torchrun_place
 
 
-def _torch(config: Config, model_path: Path) -> Backend:
+def make_backend(config: Config, model_path: Path) -> Backend:
+    """Backend "torch" alone, in this process."""
     from transformers.utils.logging import disable_progress_bar
 
     from trainer.torch_backend import TorchBackend
@@ -37,9 +44,76 @@ def _with_length(config: Config) -> AlgorithmConfig:
     return msgspec.structs.replace(config.algorithm, aggregation_length=length)
 
 
-BACKENDS: dict[str, Callable[[Config, Path], Backend]] = {"torch": _torch}
+_ONE_PROCESS = (
+    'torchrun started {} processes, and [trainer] backend = "torch" trains on one: start it without torchrun, or set '
+    'backend = "megatron"'
+)
 
 
-def make_backend(config: Config, model_path: Path) -> Backend:
-    """Build the configured backend."""
-    return BACKENDS[config.trainer.backend](config, model_path)
+@contextmanager
+def _on_one_process(config: Config, model_path: Path, logs: Path | None, name: str) -> Iterator[Backend]:
+    place = torchrun_place()
+    if place is not None and place.world > 1:
+        raise AsyncRLError(_ONE_PROCESS.format(place.world))
+    yield make_backend(config, model_path)
+
+
+@contextmanager
+def _megatron(config: Config, model_path: Path, logs: Path | None, name: str) -> Iterator[Backend]:
+    from trainer.ranks.leader import leading
+
+    with leading(config, model_path, build_rank(config, model_path), logs, name) as backend:
+        yield backend
+
+
+def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
+    """Of backend "megatron", what makes the part of each rank, on all of them at once."""
+    import torch
+
+    from trainer.model_loading import resolve_device
+
+    def build(place: Place) -> Backend:
+        device = resolve_device(config.model.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", place.local % torch.cuda.device_count())
+        else:
+            # Read when megatron-core is imported, whose small functions a compiler would take minutes for.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        from trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend(
+            model_path,
+            trainer=config.trainer,
+            algorithm=_with_length(config),
+            temperature=config.inference.temperature,
+            seed=config.run.seed,
+            dtype=config.model.dtype,
+            device=device,
+        )
+
+    return build
+
+
+def follow_torchrun(config: Config, model_path: Path, place: Place, watchdog: Watchdog) -> None:
+    """Of a rank that torchrun started, other than the first: all that it does. Raises AsyncRLError."""
+    from trainer.ranks.follower import follow
+
+    if config.trainer.backend == "torch":
+        raise AsyncRLError(_ONE_PROCESS.format(place.world))
+    check_world(place, config.trainer.parallel)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for all ranks: rank 0 needs this one for a checkpoint
+    follow(config, place, build_rank(config, model_path), watchdog)
+
+
+BACKENDS: dict[str, Callable[[Config, Path, Path | None, str], AbstractContextManager[Backend]]] = {
+    "torch": _on_one_process,
+    "megatron": _megatron,
+}
+
+
+def open_backend(
+    config: Config, model_path: Path, logs: Path | None = None, name: str = "trainer"
+) -> AbstractContextManager[Backend]:
+    """The configured backend, and every process that it takes, while the context is open; processes besides this one
+    log to `logs`/`name`-….log, or to the terminal. Raises AsyncRLError."""
+    return BACKENDS[config.trainer.backend](config, model_path, logs, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -42,12 +43,13 @@ from async_rl.wire.messages import (
     words,
 )
 from trainer.backend import Backend, StepResult
-from trainer.backends import make_backend
+from trainer.backends import follow_torchrun, open_backend
 from trainer.batches import TrainingBatch, prepare, with_reference_kl
 from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
 from trainer.publish import Published, Publisher
+from trainer.ranks.place import torchrun_place
 from trainer.records import Seen, batch_record, health, pools_record, sample_records, samples_due, seen_in
 from trainer.releases import Releases
 from trainer.schedule import rate_at
@@ -346,11 +348,21 @@ def run_learner(learner: Learner) -> None:
 
 
 def body(context: PoolContext) -> None:
-    config, directory = context.config, context.directory
+    config = context.config
     path = model_path(config)
-    with context.watchdog.working("loads the model"):
-        backend = make_backend(config, path)
-        state = resume(directory.checkpoints, backend) if context.resume else State()
+    place = torchrun_place()
+    if place is not None and place.rank > 0:
+        follow_torchrun(config, path, place, context.watchdog)
+        return
+    with ExitStack() as stack:
+        with context.watchdog.working("loads the model"):
+            backend = stack.enter_context(open_backend(config, path, context.directory.logs, context.name))
+            state = resume(context.directory.checkpoints, backend) if context.resume else State()
+        _learn(context, path, backend, state)
+
+
+def _learn(context: PoolContext, path: Path, backend: Backend, state: State) -> None:
+    config, directory = context.config, context.directory
     keep = state.version if context.resume else None
     file = MetricsWriter(directory.metrics_path, keep_before_step=keep)
     with Records(file, open_trackers(context, state.version)) as metrics:

@@ -18,7 +18,8 @@ from async_rl.run.model_cache import model_path
 from async_rl.run.parity_files import Policies, PolicyFile, Trained, package_versions
 from async_rl.run.process import check_house
 from async_rl.version import PolicyId
-from trainer.backends import make_backend
+from trainer.backend import Backend
+from trainer.backends import open_backend
 from trainer.proving import Prover
 
 BASE_FILE, CANARY_FILE = "base.safetensors", "canary.safetensors"
@@ -26,7 +27,11 @@ BASE_FILE, CANARY_FILE = "base.safetensors", "canary.safetensors"
 
 def measure(config: Config, folder: Path) -> None:
     """Raises AsyncRLError."""
-    backend = make_backend(config, model_path(config))
+    with open_backend(config, model_path(config)) as backend:
+        _measure(config, backend, folder)
+
+
+def _measure(config: Config, backend: Backend, folder: Path) -> None:
     prover = Prover(backend, config.run.seed)
     canary, canary_proof = None, None
     if backend.publishes_canary:

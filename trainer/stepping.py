@@ -105,7 +105,7 @@ class Gathered:
         self.proximal[where] = current.detach()
         return loss
 
-    def result(self) -> Accumulated:
+    def accumulated(self) -> Accumulated:
         return Accumulated(float(self.total), int(self.learning), self.proximal, self.reference, self.routes)
 
 

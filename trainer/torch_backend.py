@@ -119,7 +119,7 @@ class TorchBackend(Stepping):
             loss = gathered.loss(current, data, where)
             if loss.requires_grad:
                 loss.backward()
-        return gathered.result()
+        return gathered.accumulated()
 
     @contextmanager
     def _recording(self, gathered: Gathered, rows: Rows, members: Sequence[int]) -> Iterator[None]:

@@ -73,9 +73,7 @@ class Exit:
     @property
     def cause(self) -> str:
         """Of an exit that calls for another start: "was killed by SIGKILL"."""
-        return (
-            f"was killed by {self.signal_name}" if self.code < 0 else f"ended, as its engine died ({self.last_line}),"
-        )
+        return f"was killed by {self.signal_name}" if self.code < 0 else f"could not go on ({self.last_line})"
 
     def __str__(self) -> str:
         how = f"killed by {self.signal_name}" if self.code < 0 else f"exit {self.code}"

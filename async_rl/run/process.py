@@ -96,7 +96,7 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
     0). A `Terminated` leaves with 143; every error ends as one last line on stderr. `module` is what --help and the
     log call it: a module's name, or its file."""
     arguments = _parse_arguments(module)
-    _prepare_logging(logging.DEBUG if arguments.debug else logging.INFO)
+    prepare_logging(logging.DEBUG if arguments.debug else logging.INFO)
     killpoints.this_process_is(arguments.name)
     keep_pages()
     directory = None
@@ -125,10 +125,10 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
     except AsyncRLError as error:
         if arguments.debug:
             traceback.print_exc()
-        code = _last_words(str(error), EXIT_AGAIN if isinstance(error, NeedsRestart) else 1)
+        code = last_words(str(error), EXIT_AGAIN if isinstance(error, NeedsRestart) else 1)
     except Exception as error:
         log.exception("unexpected error in %s", module)
-        code = _last_words(f"{type(error).__name__}: {error}")
+        code = last_words(f"{type(error).__name__}: {error}")
     _leave(code, directory)
 
 
@@ -196,7 +196,8 @@ def _parse_arguments(module: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _prepare_logging(level: int) -> None:
+def prepare_logging(level: int) -> None:
+    """To stderr, our own from `level` on; and stacks, should the process crash."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -245,7 +246,8 @@ def end_group(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _last_words(message: str, code: int = 1) -> int:
+def last_words(message: str, code: int = 1) -> int:
+    """Why a process ends, as the last line that it says; returns the exit code."""
     print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
     return code
 

@@ -144,7 +144,7 @@ def test_a_process_that_asks_to_be_started_again_is_and_the_launchers_log_says_w
     assert (outcome.code, outcome.lost) == (0, ())
     assert [(ended.name, ended.code) for ended in outcome.restarted] == [("node-0", EXIT_AGAIN)] * 2
     assert times.read_text().splitlines() == ["", "--again", "--again"]
-    line = "node-0 ended, as its engine died (the engine says no more), and is started again"
+    line = "node-0 could not go on (the engine says no more) and is started again"
     assert (fakes / "launcher.log").read_text().splitlines() == [line] * 2
 
 

@@ -1,0 +1,150 @@
+"""Several processes as one trainer: every call on all of them, and what becomes of it when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from real_runs import wait_for
+
+from async_rl.errors import AsyncRLError
+from async_rl.parallel_config import ParallelConfig
+from async_rl.run.process import EXIT_AGAIN
+from trainer.ranks.place import Place, check_world, torchrun_place
+
+SCRIPT = Path(__file__).resolve().parents[1] / "support" / "small_rank.py"
+LIMIT_S = 120.0
+
+
+class Leader:
+    """Rank 0 of a case, in a folder of its own."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(SCRIPT), "lead", str(folder), case],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+
+    def outcome(self) -> tuple[int, list[str], str]:
+        """Exit code, what it printed, and its last line of stderr."""
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, out.splitlines(), (err.strip().splitlines() or [""])[-1]
+
+    def pid(self, rank: int) -> int:
+        """Of a rank that has saved its shard."""
+        path = self.folder / f"shard-{rank}"
+        wait_for(lambda: path.exists() and path.read_text() != "", LIMIT_S, path.name)
+        return int(path.read_text())
+
+    def left(self) -> list[psutil.Process]:
+        """Ranks that still run, after a moment to end."""
+        deadline = time.monotonic() + 3
+        while (found := self._running()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _running(self) -> list[psutil.Process]:
+        every = psutil.process_iter(["cmdline"])
+        return [process for process in every if str(self.folder) in (process.info["cmdline"] or ())]
+
+
+@pytest.fixture
+def leaders(tmp_path: Path) -> Iterator[list[Leader]]:
+    started: list[Leader] = []
+    yield started
+    for leader in started:
+        for process in leader._running():
+            process.kill()
+        leader.process.wait(10)
+
+
+def test_every_call_is_made_on_all_ranks_and_errors_that_callers_look_for_keep_their_type(
+    tmp_path: Path, leaders: list[Leader]
+) -> None:
+    leaders.append(leader := Leader(tmp_path, "everything"))
+    code, out, last = leader.outcome()
+    assert (code, out) == (0, [
+        "7 ('a.b',) True (2, 1)",
+        "21.0 [1.0, 1.0, 1.0, 1.0] False",
+        "[0.5, 0.5, 0.5, 0.5] [0.5, 0.5, 0.5]",
+        "d1 d2 d5",
+        "AsyncRLError: no such checkpoint",
+        "FloatingPointError: a loss that is not finite",
+        "RankFailed: rank 2 of the trainer failed: its disk is full",
+        "21.0",
+        "done",
+    ]), last  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("e-*")) == ["e-0", "e-1", "e-2"]
+    assert leader.left() == []
+
+
+def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_trainer_which_asks_for_another_start(
+    tmp_path: Path, leaders: list[Leader]
+) -> None:
+    leaders.append(leader := Leader(tmp_path, "idles"))
+    pid = leader.pid(2)
+    wait_for((tmp_path / "idle").exists, LIMIT_S, "rank 0")
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, last = leader.outcome()
+    assert time.monotonic() - killed < 5
+    assert (code, last) == (
+        EXIT_AGAIN, f"error: rank 2 was killed by SIGKILL; log: {tmp_path / 'trainer-rank2.log'}"
+    )  # fmt: skip
+    assert leader.left() == []
+
+
+def test_a_rank_that_dies_in_a_step_ends_the_trainer_although_the_others_wait_for_it(
+    tmp_path: Path, leaders: list[Leader]
+) -> None:
+    leaders.append(leader := Leader(tmp_path, "one dies"))
+    code, _, last = leader.outcome()
+    assert (code, last) == (
+        EXIT_AGAIN, f"error: rank 2 was killed by SIGKILL; log: {tmp_path / 'trainer-rank2.log'}"
+    )  # fmt: skip
+    assert leader.left() == []
+
+
+def test_a_rank_that_fails_alone_in_a_step_is_named_with_its_reason(tmp_path: Path, leaders: list[Leader]) -> None:
+    leaders.append(leader := Leader(tmp_path, "one fails"))
+    code, _, last = leader.outcome()
+    reason = "rank 1 of the trainer failed: ValueError: out of memory, say; the others wait for it in vain"
+    assert (code, last) == (1, f"error: {reason}")
+    assert leader.left() == []
+
+
+def test_ranks_die_with_the_first_even_in_the_middle_of_a_step(tmp_path: Path, leaders: list[Leader]) -> None:
+    leaders.append(leader := Leader(tmp_path, "hangs"))
+    for rank in range(3):
+        wait_for((tmp_path / f"in-step-{rank}").exists, LIMIT_S, f"rank {rank}")
+    leader.process.kill()
+    leader.process.wait(10)
+    assert leader.left() == []
+
+
+def test_a_model_that_a_rank_cannot_make_is_one_error_on_rank_0(tmp_path: Path, leaders: list[Leader]) -> None:
+    (tmp_path / "refuses").touch()
+    leaders.append(leader := Leader(tmp_path, "everything"))
+    code, out, last = leader.outcome()
+    assert (code, out, last) == (1, [], "[rank0]: async_rl.errors.AsyncRLError: no such model")
+    assert leader.left() == []
+
+
+def test_what_torchrun_says_is_read_and_has_to_fit_the_layout() -> None:
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    place = torchrun_place(environment)
+    assert place == Place(3, 4, 1)
+    assert torchrun_place({}) is None
+    check_world(place, ParallelConfig(tensor=2, data=2))
+    with pytest.raises(AsyncRLError, match=r"torchrun started 4 processes.* needs 8: change one of them"):
+        check_world(place, ParallelConfig(tensor=2, pipeline=2, data=2))
