@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from rank_pool import run_ranks
 from sharded_models import make_model, of_one_process
 
@@ -93,3 +94,20 @@ def _check_gradients(name: str, found: dict[str, Any], wanted: dict[str, npt.NDA
     worst = max(gaps, key=lambda key: gaps[key])
     print(f"{name}: gradients {gaps[worst]:.1e} ({worst})")
     assert gaps[worst] <= 1e-5, f"{name}: {worst}"
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_hugging_face_is(folder: Path) -> None:
+    parallel = SEQUENCE | {"expert": 2}
+    for kind in ("dense", "leading"):
+        path, exact, _ = expected(folder, kind)
+        layout = parallel if kind == "leading" else SEQUENCE
+        case = {"path": str(path), "parallel": layout, "recompute": True, "learns": True, "dtype": "bfloat16"}
+        (found,) = run_ranks(2, "sharded_models:compute", [case])[0]
+        theirs, gradients = of_one_process(path, torch.bfloat16)
+        ours = [found["logprobs"][index] for index in range(len(exact))]
+        gap, allowed = (
+            float(np.abs(np.concatenate(values) - np.concatenate(exact)).mean()) for values in (ours, theirs)
+        )
+        print(f"{kind}: mean gap {gap:.3f} nats, of Hugging Face {allowed:.3f}")
+        assert gap <= 1.5 * allowed
+        assert found["gradients"].keys() == gradients.keys() - {"lm_head.weight"}

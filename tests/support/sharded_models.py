@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.parallel_config import ParallelConfig
+from trainer.head import Mixture
 from trainer.logprobs import Rows, packed_rows
 
 TEMPERATURE = 0.7
@@ -65,33 +66,45 @@ def rows_of(micro_batch: Sequence[npt.NDArray[np.int32]]) -> Rows:
     return packed_rows(micro_batch, [np.arange(1, len(tokens)) for tokens in micro_batch], CPU)
 
 
-def coefficients(index: int, n: int) -> torch.Tensor:
-    """Of a loss: Σ of each times its log-probability. [n]"""
-    return torch.randn(n, generator=torch.Generator().manual_seed(index))
+def loss_of_tokens(index: int, logprobs: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    """A sum of them, each with a coefficient of its own."""
+    of_logprobs, of_means = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(index))
+    return (logprobs * of_logprobs).sum() + (means * of_means).sum()
 
 
-def of_one_process(path: Path) -> tuple[list[npt.NDArray[np.float32]], dict[str, npt.NDArray[np.float32]]]:
+def mixture_of(index: int, n: int) -> Mixture:
+    """Three tokens at each of n places, with weights."""
+    random = torch.Generator().manual_seed(100 + index)
+    ids = torch.randint(0, SIZES["vocab_size"], (n, 3), generator=random)
+    return Mixture(ids, torch.rand(n, 3, generator=random))
+
+
+def of_one_process(
+    path: Path, dtype: torch.dtype = torch.float32
+) -> tuple[list[npt.NDArray[np.float32]], dict[str, npt.NDArray[np.float32]]]:
     """Log-probabilities of `sequences` by micro-batch, each sequence alone, and the loss's gradient in each tensor."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     out = []
     for index, micro_batch in enumerate(sequences()):
-        parts = []
+        parts, targets = [], []
         for tokens in micro_batch:
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
-            logprobs = torch.log_softmax(model(ids).logits[0, :-1] / TEMPERATURE, dim=-1)
-            parts.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
-        flat = torch.cat(parts)
-        (flat * coefficients(index, len(flat))).sum().backward()
+            parts.append(torch.log_softmax(model(ids).logits[0, :-1].float() / TEMPERATURE, dim=-1))
+            targets.append(ids[0, 1:])
+        logprobs = torch.cat(parts)
+        flat = logprobs.gather(1, torch.cat(targets)[:, None])[:, 0]
+        mixture = mixture_of(index, len(flat))
+        means = (mixture.weights * logprobs.gather(1, mixture.ids)).sum(1)
+        loss_of_tokens(index, flat, means).backward()
         out.append(flat.detach().numpy())
-    return out, _by_expert({name: parameter.grad for name, parameter in model.named_parameters()})
+    return out, _by_expert({name: parameter.grad.float() for name, parameter in model.named_parameters()})
 
 
-def _by_expert(gradients: dict[str, torch.Tensor | None]) -> dict[str, npt.NDArray[np.float32]]:
+def _by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
     out = {}
     for name, gradient in gradients.items():
-        assert gradient is not None, name
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(gradient):
                 for part, value in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
@@ -108,29 +121,32 @@ def _by_expert(gradients: dict[str, torch.Tensor | None]) -> dict[str, npt.NDArr
 
 
 def compute(payload: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case (path, parallel, recompute, learns): this rank's log-probabilities by micro-batch of the whole
-    batch, and on rank 0 gradients by tensor."""
+    """For each case (path, parallel, recompute, learns, and perhaps dtype): this rank's log-probabilities by
+    micro-batch of the whole batch, and on rank 0 gradients by tensor."""
     return [_case(**case) for case in payload]
 
 
-def _case(path: str, parallel: dict[str, Any], recompute: bool, learns: bool) -> dict[str, Any]:
+def _case(path: str, parallel: dict[str, Any], recompute: bool, learns: bool, dtype: str = "float32") -> dict[str, Any]:
     from trainer.megatron import groups, model, passes
 
     sizes = ParallelConfig(**parallel)
     groups.begin(sizes, CPU)
     try:
-        sharded = model.build(path, sizes, dtype=torch.float32, device=CPU, recompute=recompute)
+        sharded = model.build(path, sizes, dtype=getattr(torch, dtype), device=CPU, recompute=recompute)
         sharded.stage.requires_grad_(learns)
         pg = sharded.groups
         mine = list(range(len(sequences())))[pg.dp.rank() :: pg.dp.size()]
         out: dict[int, npt.NDArray[np.float32]] = {}
 
-        def loss_of(index: int, logprobs: torch.Tensor) -> torch.Tensor:
+        def loss_of(index: int, logprobs: torch.Tensor, means: torch.Tensor | None = None) -> torch.Tensor | None:
             out[mine[index]] = logprobs.detach().numpy().copy()
-            return (logprobs * coefficients(mine[index], len(logprobs))).sum()
+            return None if means is None else loss_of_tokens(mine[index], logprobs, means)
 
         batches = [rows_of(sequences()[index]) for index in mine]
-        passes.run(sharded, batches, loss_of, temperature=TEMPERATURE, learns=learns)
+        mixtures = [mixture_of(index, len(rows.target)) for index, rows in zip(mine, batches, strict=True)]
+        passes.run(
+            sharded, batches, loss_of, temperature=TEMPERATURE, learns=learns, mixtures=mixtures if learns else None
+        )
         return {"logprobs": out, "gradients": _gradients(sharded) if learns else {}}
     finally:
         groups.end()
@@ -151,7 +167,7 @@ def _gradients(sharded: Any) -> dict[str, npt.NDArray[np.float32]]:
             dist.all_reduce(gradient, group=pg.tp)
         parameter.data.copy_(gradient)
     return {
-        name: value.numpy().copy()
+        name: value.float().numpy().copy()
         for name, value in hf_weights.full_tensors(sharded)
         if value is not None and name != "lm_head.weight"  # the head is not differentiated
     }

@@ -9,50 +9,68 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
+from trainer.head import Mixture
 from trainer.logprobs import Rows
-from trainer.megatron.logprobs import vocabulary_logprobs
+from trainer.megatron.logprobs import HeadShard, vocabulary_logprobs
 from trainer.megatron.model import Inputs, ShardedModel
 
-LossOf = Callable[[int, torch.Tensor], torch.Tensor]
+LossOf = Callable[..., torch.Tensor | None]
 Computed = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 """A micro-batch that waits for its backward pass: what the stage was given, what it made, and in the last stage the
 gradient of what it made."""
 
 
+class Scored(NamedTuple):
+    """What is computed of a micro-batch: the log-probabilities of the wanted tokens of `rows`, and where there is a
+    `mixture` of tokens at each of their places, its mean log-probability."""
+
+    rows: Rows
+    mixture: Mixture | None
+
+
 def run(
-    model: ShardedModel, micro_batches: Sequence[Rows], loss_of: LossOf, *, temperature: float, learns: bool
+    model: ShardedModel,
+    micro_batches: Sequence[Rows],
+    loss_of: LossOf,
+    *,
+    temperature: float,
+    learns: bool,
+    mixtures: Sequence[Mixture] | None = None,
 ) -> None:
     """For each micro-batch (packed rows) compute the log-probabilities [n] of its wanted tokens at `temperature`, in
     float32 (or wider if the model is), and in the last stage call `loss_of(index, logprobs)` on each rank. With
+    `mixtures`, one for each micro-batch, also their means Σ_j w_j log π(j) [n]: `loss_of(index, logprobs, means)`. With
     `learns` it returns a scalar, and the gradients of its sum over the micro-batches are added to `.grad` of every
     parameter that requires one, as the parts that this rank has of them; else what it returns is not looked at, and
     nothing is kept.
 
     Called on all ranks at once, with the same micro-batches on the ranks of a data rank, and as many on every data
     rank: experts take tokens from all of them. Each takes part in every backward pass, whatever its loss is."""
+    each: Sequence[Mixture | None] = [None] * len(micro_batches) if mixtures is None else mixtures
+    batches = [Scored(rows, mixture) for rows, mixture in zip(micro_batches, each, strict=True)]
     if learns:
-        _learn(model, micro_batches, loss_of, temperature)
+        _learn(model, batches, loss_of, temperature)
         return
     with torch.no_grad():
-        for index, rows in enumerate(micro_batches):
-            inputs = model.stage.inputs(rows)
+        for index, batch in enumerate(batches):
+            inputs = model.stage.inputs(batch.rows)
             hidden = _exchange(model, receive_before=inputs)[0]
             out = model.stage(hidden, inputs)
             if model.stage.last:
-                loss_of(index, _logprobs(model, out, rows, temperature))
+                loss_of(index, *_logprobs(model, out, batch, temperature))
             else:
                 _exchange(model, send_next=out)
 
 
-def _learn(model: ShardedModel, micro_batches: Sequence[Rows], loss_of: LossOf, temperature: float) -> None:
+def _learn(model: ShardedModel, batches: Sequence[Scored], loss_of: LossOf, temperature: float) -> None:
     stage, pipeline = model.stage, model.groups.pp
-    inputs = [stage.inputs(rows) for rows in micro_batches]
+    inputs = [stage.inputs(batch.rows) for batch in batches]
     count, ahead = len(inputs), min(pipeline.size() - pipeline.rank() - 1, len(inputs))
     waiting: deque[tuple[int, Computed]] = deque()
 
@@ -60,7 +78,7 @@ def _learn(model: ShardedModel, micro_batches: Sequence[Rows], loss_of: LossOf, 
         hidden = None if hidden is None else hidden.requires_grad_()
         out, gradient = stage(hidden, inputs[index]), None
         if stage.last:
-            out = _logprobs(model, out, micro_batches[index], temperature)
+            out = _logprobs(model, out, batches[index], temperature)
             gradient = _gradient(loss_of, index, out)
         waiting.append((index, (hidden, out, gradient)))
         return out
@@ -86,19 +104,19 @@ def _learn(model: ShardedModel, micro_batches: Sequence[Rows], loss_of: LossOf, 
 
 
 def _gradient(loss_of: LossOf, index: int, logprobs: torch.Tensor) -> torch.Tensor:
-    """Of the loss in the log-probabilities: zeros where it does not depend on them."""
+    """Of the loss in the log-probabilities [rows, n]: zeros where it does not depend on them."""
     leaf = logprobs.detach().requires_grad_()
     with torch.enable_grad():
-        loss = loss_of(index, leaf)
-    if not loss.requires_grad:
+        loss = loss_of(index, *leaf)
+    if loss is None or not loss.requires_grad:
         return torch.zeros_like(logprobs)
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     return torch.zeros_like(logprobs) if gradient is None else gradient
 
 
-def _logprobs(model: ShardedModel, hidden: torch.Tensor, rows: Rows, temperature: float) -> torch.Tensor:
-    """[n], the same on every tensor rank, from the last stage's hidden states."""
-    tensor = model.groups.tp
+def _logprobs(model: ShardedModel, hidden: torch.Tensor, batch: Scored, temperature: float) -> torch.Tensor:
+    """[1, n], or with a mixture [2, n], the same on every tensor rank, from the last stage's hidden states."""
+    tensor, (rows, mixture) = model.groups.tp, batch
     # Backwards either one sums the parts of the gradient that the ranks' rows of the head make.
     if model.parallel.sequence:
         hidden = gather_from_sequence_parallel_region(hidden, group=tensor)
@@ -106,10 +124,8 @@ def _logprobs(model: ShardedModel, hidden: torch.Tensor, rows: Rows, temperature
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor)
     weight = model.stage.head_weight
     first = tensor.rank() * len(weight)
-    rows_here = max(0, min(len(weight), model.config.vocab_size - first))
-    return vocabulary_logprobs(
-        hidden[rows.position, 0], weight[:rows_here], rows.target, temperature, first=first, group=tensor
-    )
+    head = HeadShard(weight[: model.config.vocab_size - first], first, tensor)
+    return vocabulary_logprobs(hidden[rows.position, 0], head, rows.target, temperature, mixture)
 
 
 def _exchange(

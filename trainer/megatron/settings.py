@@ -5,7 +5,6 @@ What a configuration asks for and this backend does not compute is refused, neve
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,6 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 from async_rl.schema import ConfigError
-
-for name in ("megatron.core.transformer.transformer_config", "megatron.core.transformer.transformer_layer"):
-    logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def read_config(path: str | Path) -> Qwen3Config | Qwen3MoeConfig:
@@ -62,6 +58,9 @@ def check_layout(config: Any, parallel: ParallelConfig) -> None:
         ),
         f"tensor = {tensor} does not divide the MLP's {config.intermediate_size} columns": (
             any(not sparse for sparse in sparse_layers(config)) and config.intermediate_size % tensor
+        ),
+        f"tensor = {tensor} ranks, but the model has {config.vocab_size} tokens": (
+            padded_vocabulary(config, tensor) // tensor * (tensor - 1) >= config.vocab_size
         ),
         f"pipeline = {parallel.pipeline} stages, but the model has {config.num_hidden_layers} layers": (
             parallel.pipeline > config.num_hidden_layers
