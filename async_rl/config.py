@@ -85,6 +85,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class ModelConfig(Section, frozen=True, kw_only=True):
     path: str = ""
     """A directory in Hugging Face layout. Empty with [model.tiny]: the made model's place in the cache."""
+    shape: str = ""
+    """A file of configs/shapes, without .json: the model's config.json, for the memory estimate of --dry-run on a
+    machine where `path` is not. Only with [trainer] backend = "megatron"."""
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tiny: TinyModelConfig | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,6 +162,24 @@ def check_model(config: Config) -> str:
         f"[model] path = {str(path)!r} {what}: give the directory of a model in Hugging Face layout "
         "(--set model.path=DIR)"
     )
+
+
+def memory_estimate(config: Config, name: str, overrides: Sequence[str]) -> str:
+    """What each rank of the Megatron backend will need, as text; "" for other backends, and for a small model that is
+    yet to be made. It needs no torch, and no model where [model] shape says how large that is. Raises AsyncRLError."""
+    if config.trainer.backend != "megatron" or not (config.model.path or is_made(model_path(config))):
+        return ""
+    check_house(["trainer"])
+    options = [part for override in overrides for part in ("--set", override)]
+    command = [sys.executable, "-P", "-m", "trainer.megatron.memory_table", name, *options]
+    try:
+        told = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired as error:
+        raise AsyncRLError(f"no memory estimate within {PROBE_S:g} s: run it by hand: {command}") from error
+    if told.returncode:
+        said = told.stderr.strip().splitlines() or [f"the memory estimate ended with {told.returncode}"]
+        raise AsyncRLError(said[-1].removeprefix("error: "))
+    return told.stdout
 
 
 def with_keys(config: Config, *roles: Role, services: bool = False) -> Config:

@@ -25,6 +25,7 @@ from async_rl.run.checks import (
     check_task,
     check_trackers,
     dry_run_table,
+    memory_estimate,
     with_keys,
 )
 from async_rl.run.directory import LATEST, RUNS, RunDirectory
@@ -221,6 +222,9 @@ def _pool_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, console: Console) -> int:
     config = _config(options)
     if options.dry_run:
+        # Known on any machine: first, whatever this one lacks.
+        if estimate := memory_estimate(config, options.config, options.overrides):
+            console.print(estimate, highlight=False, markup=False, soft_wrap=True)
         check_task(config)
         # What has no environment of its own can be checked where nothing of it is installed.
         groups = node_groups(config.inference)

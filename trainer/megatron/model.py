@@ -137,6 +137,10 @@ def _computed(layer: nn.Module, hidden: torch.Tensor, inputs: Inputs) -> torch.T
     out: torch.Tensor = layer(
         hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.angles, packed_seq_params=inputs.packing
     )[0]
+    # megatron-core's dispatcher keeps its last weights of experts, and those all of the graph that led to them: with
+    # recomputation every layer's activations would stay until its next forward pass.
+    if (dispatcher := getattr(layer.mlp, "token_dispatcher", None)) is not None:
+        dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
     return out
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from async_rl.config import load_config, shipped_configs
+from async_rl.config import CONFIGS, load_config, shipped_configs
 from async_rl.run.checks import check_model
 from async_rl.run.cli import main
 from async_rl.run.directory import RunDirectory
@@ -42,10 +43,12 @@ def test_a_dry_run_says_what_would_run_and_makes_nothing(capsys: pytest.CaptureF
 def test_every_shipped_config_would_run_where_its_model_and_data_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = load_config(name)
     (tmp_path / "config.json").touch()
+    if config.model.shape:
+        shutil.copy(CONFIGS / "shapes" / f"{config.model.shape}.json", tmp_path / "config.json")
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    config = load_config(name)
     engine_at(tmp_path / ".engines/vllm/bin")
     engine_at(tmp_path / ".engines/sglang/bin")
     places = ["--set", "model.path=."] if config.model.path else []
