@@ -103,7 +103,12 @@ def read_policy(place: Path) -> Policy:
     if (place / COUNTERS_FILE).is_file():
         check_checkpoint(place)
         counters = read_counters(place)
-        tensors, config = read_adapter(place / ADAPTER_FILE, counters.digest)
+        if (place / ADAPTER_FILE).is_file():
+            tensors, config = read_adapter(place / ADAPTER_FILE, counters.digest)
+        else:
+            from trainer.megatron.saved import read_whole  # the files of backend megatron, which it is not needed for
+
+            tensors, config = read_whole(place, counters)
         return Policy(tensors, config, counters.model_path)
     return _read_peft_folder(place)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sharded_models import CPU, TEMPERATURE, coefficients, rows_of, sequences
 
 from async_rl.config import TrainerConfig
+from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -199,3 +200,74 @@ def _learn(tensors: Arrays, rate: float, **case: Any) -> dict[str, Any]:
         return out
     finally:
         ranks.close()
+
+
+def resume(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each case of `cases` (path, parallel, recompute, trainer; save and perhaps load, folders): the loss after
+    loading, or after putting `tensors` and two steps; saved there; then one step more: loss before it, norm, and the
+    adapter after it; exported beside the checkpoint, as an adapter file, a PEFT folder and merged, as it was saved."""
+    return [_resume(payload["tensors"], **case) for case in payload["cases"]]
+
+
+def _resume(tensors: Arrays, save: str, load: str | None = None, **case: Any) -> dict[str, Any]:
+    ranks = OnRanks(**case)
+    try:
+        learnable, folder = ranks.learnable, Path(save)
+        if load is not None:
+            learnable.load(Path(load))
+        else:
+            ranks.put(tensors)
+            for _ in range(2):
+                _step(ranks)
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        learnable.save(folder)
+        digest = learnable.export(folder.with_suffix(".safetensors"))
+        learnable.export_final(folder.with_suffix(".peft"))
+        learnable.export_merged(folder.with_suffix(".merged"))
+        steps = learnable.steps
+        loss, norm = _step(ranks)
+        return {"digest": digest, "steps": steps, "loss": loss, "norm": norm, "after": ranks.whole()}
+    finally:
+        ranks.close()
+
+
+def _step(ranks: OnRanks) -> tuple[float, float]:
+    loss, norm = ranks.loss(), ranks.learnable.norm()
+    ranks.learnable.move(norm, 1e-3)
+    return loss, norm
+
+
+def refuse(payload: dict[str, Any]) -> dict[str, str]:
+    """What loading each of `folders` says on this rank; nothing has changed then."""
+    ranks = OnRanks(**payload["case"])
+    try:
+        _step(ranks)
+        before, said = ranks.whole(), {}
+        for folder in payload["folders"]:
+            try:
+                ranks.learnable.load(Path(folder))
+            except AsyncRLError as error:
+                said[Path(folder).name] = str(error)
+        after = ranks.whole()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+        assert ranks.learnable.steps == 1
+        return said
+    finally:
+        ranks.close()
+
+
+def canary(payload: dict[str, Any]) -> list[str]:
+    """The digest of each case's canary, of scores that do not move; the adapter is then what it was."""
+    found = []
+    for number, case in enumerate(payload["cases"]):
+        ranks = OnRanks(**case)
+        try:
+            before = ranks.replicas()
+            path = Path(payload["folder"]) / f"canary-{number}.safetensors"
+            found.append(ranks.learnable.canary(path, SEED, lambda: [np.zeros(1, np.float32)]).digest)
+            assert ranks.replicas() == before
+        finally:
+            ranks.close()
+    return found

@@ -1,0 +1,214 @@
+"""A checkpoint of one layout goes on under any other; what is exported is the same policy to whoever loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lora_ranks import SEED, random_adapter, trainer_config
+from merged_adapters import merged_logits
+from peft import PeftModel
+from rank_pool import run_ranks
+from safetensors.torch import load_file, save_file
+from sharded_models import make_model
+from transformers import AutoModelForCausalLM
+
+from async_rl.policy.adapter import read_adapter
+from trainer import optimizer_state
+from trainer.export import export, read_policy
+from trainer.lora_weights import LoraWeights
+from trainer.megatron.saved import SHARDS_KEY
+from trainer.optimizer_state import Counters
+
+SEQUENCE = {"tensor": 2, "sequence": True}
+CHAINS: dict[str, list[dict[str, Any]]] = {
+    "dense": [
+        {"tensor": 2, "pipeline": 2},
+        SEQUENCE | {"data": 2},
+        {"pipeline": 4},
+    ],
+    "mixture": [
+        SEQUENCE | {"data": 2, "expert": 2, "expert_tensor": 2},
+        {"pipeline": 2, "data": 2, "expert": 2},
+        {"data": 4, "expert": 4},
+    ],
+}
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def chains(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Each chain of layouts: the first makes a checkpoint, each next goes on from the one before. By layout what rank 0
+    found; the files are in `folder`, KIND-NUMBER."""
+    found = {}
+    for kind, layouts in CHAINS.items():
+        path = make_model(kind, folder / kind)
+        cases = [
+            {"path": str(path), "parallel": parallel, "recompute": False, "trainer": {},
+             "save": str(folder / f"{kind}-{number}"),
+             "load": str(folder / f"{kind}-{number - 1}") if number else None}
+            for number, parallel in enumerate(layouts)
+        ]  # fmt: skip
+        tensors = random_adapter(path, trainer_config())
+        payload = {"tensors": tensors, "cases": cases}
+        found[kind] = run_ranks(4, "lora_ranks:resume", payload, timeout=110)[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_checkpoint_goes_on_under_another_layout(chains: dict[str, Any], folder: Path, kind: str) -> None:
+    first, *others = chains[kind]
+    files = [len(list((folder / f"{kind}-{number}").glob("shard-*"))) for number in range(3)]
+    print(f"{kind}: files {files}; losses {[each['loss'] for each in chains[kind]]}")
+    for other in others:
+        assert other["digest"] == first["digest"]
+        assert other["steps"] == first["steps"] == 2
+        assert other["loss"] == pytest.approx(first["loss"], rel=1e-6)
+        assert other["norm"] == pytest.approx(first["norm"], rel=1e-5)
+        gap = max(np.abs(other["after"][name] - values).max() for name, values in first["after"].items())
+        assert gap < 2e-5  # a step is 1e-3; where a gradient is nearly nothing, noise says how far one goes
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_what_is_exported_gives_one_models_logits(chains: dict[str, Any], folder: Path, kind: str) -> None:
+    path, made = folder / kind, folder / f"{kind}-1"
+    tensors, config = read_adapter(made.with_suffix(".safetensors"), chains[kind][1]["digest"])
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = merged_logits(base, tensors, config["lora_alpha"] / config["r"], IDS)
+        merged = AutoModelForCausalLM.from_pretrained(made.with_suffix(".merged"), dtype=torch.float32)
+        assert _gap(merged(IDS).logits, wanted) < 1e-5
+        by_peft = PeftModel.from_pretrained(base, str(made.with_suffix(".peft")))
+        assert _gap(by_peft(IDS).logits, wanted) < 1e-5
+        assert _gap(wanted, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(IDS).logits) > 1e-3
+
+
+def _gap(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_the_command_exports_a_checkpoint_in_parts(
+    chains: dict[str, Any], folder: Path, tmp_path: Path, kind: str
+) -> None:
+    checkpoint = _with_manifest(folder / f"{kind}-0", tmp_path / "v00000002")
+    policy = read_policy(checkpoint)
+    tensors, _ = read_adapter((folder / f"{kind}-0").with_suffix(".safetensors"))
+    assert policy.base_model == str(folder / kind)
+    assert policy.tensors.keys() == tensors.keys()
+    assert all(torch.equal(policy.tensors[name], tensors[name]) for name in tensors)
+    export(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+
+
+def _with_manifest(source: Path, checkpoint: Path) -> Path:
+    from trainer.checkpoint import write_checkpoint
+
+    def copy(folder: Path) -> None:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+
+    return write_checkpoint(checkpoint.parent, int(checkpoint.name[1:]), copy, {})
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_checkpoint_of_the_torch_backend_goes_on(folder: Path, tmp_path: Path, kind: str) -> None:
+    path = folder / kind
+    if not path.exists():
+        make_model(kind, path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    weights = LoraWeights(model, trainer_config(), SEED, str(path))
+    ids = torch.arange(1, 30)[None]
+    for _ in range(2):
+        weights.zero()
+        model(ids).logits.log_softmax(-1)[0, :, 7].sum().backward()
+        weights.move(weights.norm(), 1e-3)
+    (tmp_path / "torch").mkdir()
+    weights.save(tmp_path / "torch")
+    case = {"path": str(path), "parallel": CHAINS[kind][0], "recompute": False, "trainer": {},
+            "load": str(tmp_path / "torch"), "save": str(tmp_path / "parts")}  # fmt: skip
+    found = run_ranks(4, "lora_ranks:resume", {"tensors": {}, "cases": [case]})[0][0]
+    assert found["digest"] == weights.export(tmp_path / "adapter.safetensors")
+    assert found["steps"] == 2
+    state = {name: weights.optimizer.state[parameter] for name, parameter in weights.parameters.items()}
+    shards = [load_file(each) for each in sorted((tmp_path / "parts").glob("shard-*"))]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        total = sum(float(part[key].double().sum()) for part in shards for key in part if key.startswith(f"{moment}/"))
+        assert total == pytest.approx(sum(float(each[moment].double().sum()) for each in state.values()), rel=1e-9)
+
+
+def test_the_canary_is_that_of_the_torch_backend(folder: Path, tmp_path: Path) -> None:
+    """Of the largest noise, because the scores do not move."""
+    digests = []
+    for kind in CHAINS:
+        path = folder / kind
+        if not path.exists():
+            make_model(kind, path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        weights = LoraWeights(model, trainer_config(), SEED, str(path))
+        made = weights.canary(tmp_path / "torch.safetensors", SEED, lambda: [np.zeros(1, np.float32)])
+        digests += [made.digest] * 2
+    cases = [
+        {"path": str(folder / kind), "parallel": parallel, "recompute": False, "trainer": {}}
+        for kind, layouts in CHAINS.items()
+        for parallel in layouts[:2]
+    ]
+    ranks = run_ranks(4, "lora_ranks:canary", {"cases": cases, "folder": str(tmp_path)})
+    assert ranks == [digests] * 4
+
+
+def test_files_that_are_not_whole_are_refused_by_every_rank(
+    chains: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    source = folder / "mixture-0"
+    shards = sorted(each.name for each in source.glob("shard-*"))
+
+    def broken(name: str) -> Path:
+        return Path(shutil.copytree(source, tmp_path / name))
+
+    (broken("missing") / shards[1]).unlink()
+    cut = broken("cut") / shards[0]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    _rewrite(broken("moved") / shards[0], offset=True)
+    _rewrite(broken("other-rank") / shards[0], config={"r": 8})
+    (broken("no-counters") / "backend.json").unlink()
+    _as_kind(broken("sketch"))
+    folders = [str(each) for each in sorted(tmp_path.iterdir())] + [str(folder / "dense-0")]
+    case = {"path": str(folder / "mixture"), "parallel": CHAINS["mixture"][1], "recompute": False, "trainer": {}}
+    ranks = run_ranks(4, "lora_ranks:refuse", {"case": case, "folders": folders})
+    said = ranks[0]
+    assert all(each.keys() == {Path(each).name for each in folders} for each in ranks)
+    assert f"{shards[1]} is missing" in said["missing"]
+    assert "cannot be read" in said["cut"]
+    assert "not inside of" in said["moved"] or "do not make up the whole tensor" in said["moved"]
+    assert "is of another checkpoint" in said["other-rank"]
+    assert "backend.json: cannot be read" in said["no-counters"]
+    assert 'is of [trainer] kind = "sketch"' in said["sketch"]
+    assert "its adapter is" in said["dense-0"] or "resume with the model" in said["dense-0"]
+
+
+def _rewrite(path: Path, *, offset: bool = False, config: dict[str, Any] | None = None) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        table = json.loads(file.metadata()[SHARDS_KEY])
+    if offset:
+        part = table["tensors"][sorted(table["tensors"])[0]]
+        part["offset"] = [part["offset"][0] + 1, part["offset"][1]]
+    if config:
+        table["config"] = json.dumps(json.loads(table["config"]) | config)
+    save_file(load_file(path), path, metadata={SHARDS_KEY: json.dumps(table)})
+
+
+def _as_kind(folder: Path) -> None:
+    counters = optimizer_state.read_counters(folder)
+    optimizer_state.write_counters(folder, Counters(counters.optimizer_steps, counters.digest, "", "sketch"))
