@@ -37,7 +37,13 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
         {"pipeline": 2, "data": 2, "expert": 2},
         {"data": 4, "expert": 4},
     ],
+    "shared": [
+        {"data": 4, "expert": 2},
+        SEQUENCE | {"data": 2, "expert": 2, "expert_tensor": 2},
+    ],
 }
+"""Layouts, of which each goes on from the one before."""
+KEYS: dict[str, dict[str, Any]] = {"dense": {}, "mixture": {}, "shared": {"expert_adapters": "shared_outer"}}
 IDS = torch.arange(3, 40)[None]
 
 
@@ -47,20 +53,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chains(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def paths(folder: Path) -> dict[str, str]:
+    """The model of each chain."""
+    dense, mixture = (str(make_model(kind, folder / kind)) for kind in ("dense", "mixture"))
+    return {"dense": dense, "mixture": mixture, "shared": mixture}
+
+
+def case_of(paths: dict[str, str], kind: str, number: int) -> dict[str, Any]:
+    return {"path": paths[kind], "parallel": CHAINS[kind][number], "recompute": False, "trainer": KEYS[kind]}
+
+
+@pytest.fixture(scope="module")
+def chains(folder: Path, paths: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Each chain of layouts: the first makes a checkpoint, each next goes on from the one before. By layout what rank 0
     found; the files are in `folder`, KIND-NUMBER."""
     found = {}
     for kind, layouts in CHAINS.items():
-        path = make_model(kind, folder / kind)
         cases = [
-            {"path": str(path), "parallel": parallel, "recompute": False, "trainer": {},
-             "save": str(folder / f"{kind}-{number}"),
-             "load": str(folder / f"{kind}-{number - 1}") if number else None}
-            for number, parallel in enumerate(layouts)
-        ]  # fmt: skip
-        tensors = random_adapter(path, trainer_config())
-        payload = {"tensors": tensors, "cases": cases}
+            case_of(paths, kind, number)
+            | {
+                "save": str(folder / f"{kind}-{number}"),
+                "load": str(folder / f"{kind}-{number - 1}") if number else None,
+            }
+            for number in range(len(layouts))
+        ]
+        payload = {"tensors": random_adapter(Path(paths[kind]), trainer_config(**KEYS[kind])), "cases": cases}
         found[kind] = run_ranks(4, "lora_ranks:resume", payload, timeout=110)[0]
     return found
 
@@ -68,7 +85,7 @@ def chains(folder: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("kind", CHAINS)
 def test_a_checkpoint_goes_on_under_another_layout(chains: dict[str, Any], folder: Path, kind: str) -> None:
     first, *others = chains[kind]
-    files = [len(list((folder / f"{kind}-{number}").glob("shard-*"))) for number in range(3)]
+    files = [len(list((folder / f"{kind}-{number}").glob("shard-*"))) for number in range(len(others) + 1)]
     print(f"{kind}: files {files}; losses {[each['loss'] for each in chains[kind]]}")
     for other in others:
         assert other["digest"] == first["digest"]
@@ -80,8 +97,10 @@ def test_a_checkpoint_goes_on_under_another_layout(chains: dict[str, Any], folde
 
 
 @pytest.mark.parametrize("kind", CHAINS)
-def test_what_is_exported_gives_one_models_logits(chains: dict[str, Any], folder: Path, kind: str) -> None:
-    path, made = folder / kind, folder / f"{kind}-1"
+def test_what_is_exported_gives_one_models_logits(
+    chains: dict[str, Any], folder: Path, paths: dict[str, str], kind: str
+) -> None:
+    path, made = paths[kind], folder / f"{kind}-1"
     tensors, config = read_adapter(made.with_suffix(".safetensors"), chains[kind][1]["digest"])
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
@@ -99,12 +118,12 @@ def _gap(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_the_command_exports_a_checkpoint_in_parts(
-    chains: dict[str, Any], folder: Path, tmp_path: Path, kind: str
+    chains: dict[str, Any], folder: Path, paths: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
     checkpoint = _with_manifest(folder / f"{kind}-0", tmp_path / "v00000002")
     policy = read_policy(checkpoint)
     tensors, _ = read_adapter((folder / f"{kind}-0").with_suffix(".safetensors"))
-    assert policy.base_model == str(folder / kind)
+    assert policy.base_model == paths[kind]
     assert policy.tensors.keys() == tensors.keys()
     assert all(torch.equal(policy.tensors[name], tensors[name]) for name in tensors)
     export(checkpoint, tmp_path / "out")
@@ -121,12 +140,9 @@ def _with_manifest(source: Path, checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", CHAINS)
-def test_a_checkpoint_of_the_torch_backend_goes_on(folder: Path, tmp_path: Path, kind: str) -> None:
-    path = folder / kind
-    if not path.exists():
-        make_model(kind, path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    weights = LoraWeights(model, trainer_config(), SEED, str(path))
+def test_a_checkpoint_of_the_torch_backend_goes_on(paths: dict[str, str], tmp_path: Path, kind: str) -> None:
+    weights = of_torch(paths, kind)
+    model = weights.model
     ids = torch.arange(1, 30)[None]
     for _ in range(2):
         weights.zero()
@@ -134,8 +150,7 @@ def test_a_checkpoint_of_the_torch_backend_goes_on(folder: Path, tmp_path: Path,
         weights.move(weights.norm(), 1e-3)
     (tmp_path / "torch").mkdir()
     weights.save(tmp_path / "torch")
-    case = {"path": str(path), "parallel": CHAINS[kind][0], "recompute": False, "trainer": {},
-            "load": str(tmp_path / "torch"), "save": str(tmp_path / "parts")}  # fmt: skip
+    case = case_of(paths, kind, 0) | {"load": str(tmp_path / "torch"), "save": str(tmp_path / "parts")}
     found = run_ranks(4, "lora_ranks:resume", {"tensors": {}, "cases": [case]})[0][0]
     assert found["digest"] == weights.export(tmp_path / "adapter.safetensors")
     assert found["steps"] == 2
@@ -146,28 +161,26 @@ def test_a_checkpoint_of_the_torch_backend_goes_on(folder: Path, tmp_path: Path,
         assert total == pytest.approx(sum(float(each[moment].double().sum()) for each in state.values()), rel=1e-9)
 
 
-def test_the_canary_is_that_of_the_torch_backend(folder: Path, tmp_path: Path) -> None:
+def of_torch(paths: dict[str, str], kind: str) -> LoraWeights:
+    model = AutoModelForCausalLM.from_pretrained(paths[kind], dtype=torch.float32)
+    return LoraWeights(model, trainer_config(**KEYS[kind]), SEED, paths[kind])
+
+
+def test_the_canary_is_that_of_the_torch_backend(paths: dict[str, str], tmp_path: Path) -> None:
     """Of the largest noise, because the scores do not move."""
-    digests = []
-    for kind in CHAINS:
-        path = folder / kind
-        if not path.exists():
-            make_model(kind, path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        weights = LoraWeights(model, trainer_config(), SEED, str(path))
-        made = weights.canary(tmp_path / "torch.safetensors", SEED, lambda: [np.zeros(1, np.float32)])
-        digests += [made.digest] * 2
-    cases = [
-        {"path": str(folder / kind), "parallel": parallel, "recompute": False, "trainer": {}}
-        for kind, layouts in CHAINS.items()
-        for parallel in layouts[:2]
+    file = tmp_path / "torch.safetensors"
+    digests = [
+        of_torch(paths, kind).canary(file, SEED, lambda: [np.zeros(1, np.float32)]).digest
+        for kind in CHAINS
+        for _ in range(2)
     ]
+    cases = [case_of(paths, kind, number) for kind in CHAINS for number in range(2)]
     ranks = run_ranks(4, "lora_ranks:canary", {"cases": cases, "folder": str(tmp_path)})
     assert ranks == [digests] * 4
 
 
 def test_files_that_are_not_whole_are_refused_by_every_rank(
-    chains: dict[str, Any], folder: Path, tmp_path: Path
+    chains: dict[str, Any], folder: Path, paths: dict[str, str], tmp_path: Path
 ) -> None:
     source = folder / "mixture-0"
     shards = sorted(each.name for each in source.glob("shard-*"))
@@ -182,9 +195,9 @@ def test_files_that_are_not_whole_are_refused_by_every_rank(
     _rewrite(broken("other-rank") / shards[0], config={"r": 8})
     (broken("no-counters") / "backend.json").unlink()
     _as_kind(broken("sketch"))
-    folders = [str(each) for each in sorted(tmp_path.iterdir())] + [str(folder / "dense-0")]
-    case = {"path": str(folder / "mixture"), "parallel": CHAINS["mixture"][1], "recompute": False, "trainer": {}}
-    ranks = run_ranks(4, "lora_ranks:refuse", {"case": case, "folders": folders})
+    folders = [str(each) for each in (*sorted(tmp_path.iterdir()), folder / "dense-0", folder / "shared-0")]
+    payload = {"case": case_of(paths, "mixture", 1), "folders": folders}
+    ranks = run_ranks(4, "lora_ranks:refuse", payload)
     said = ranks[0]
     assert all(each.keys() == {Path(each).name for each in folders} for each in ranks)
     assert f"{shards[1]} is missing" in said["missing"]
@@ -193,7 +206,8 @@ def test_files_that_are_not_whole_are_refused_by_every_rank(
     assert "is of another checkpoint" in said["other-rank"]
     assert "backend.json: cannot be read" in said["no-counters"]
     assert 'is of [trainer] kind = "sketch"' in said["sketch"]
-    assert "its adapter is" in said["dense-0"] or "resume with the model" in said["dense-0"]
+    assert "resume with the model" in said["dense-0"]
+    assert "resume with the model and the expert_adapters" in said["shared-0"]
 
 
 def _rewrite(path: Path, *, offset: bool = False, config: dict[str, Any] | None = None) -> None:
