@@ -10,7 +10,7 @@ import torch
 
 from async_rl.policy.adapter import AdapterError, read_adapter
 from async_rl.version import PolicyId
-from inference.adapter_match import match_adapter
+from inference.adapter_match import match_adapter, matched_modules
 from inference.engine import EngineError, InFlight, PolicyContent
 from inference.resident import ResidentPolicies
 from inference.runner import ModelRunner
@@ -45,9 +45,10 @@ class AdapterSlots:
     def install(self, policy: PolicyId, content: PolicyContent) -> tuple[str, ...]:
         assert isinstance(content, Adapter)
         shapes = {name: (m.out_features, m.in_features) for name, m in self._runner.linears.items()}
-        adapters = match_adapter(content.tensors, content.config, shapes)
+        experts = [each.target for each in self._runner.experts.values()]
+        adapters = match_adapter(content.tensors, content.config, shapes, experts)
         self._runner.load(self._resident.free_slot(), adapters)
-        return tuple(adapters)
+        return matched_modules(content.tensors, adapters, experts)
 
     def slot(self, policy: PolicyId) -> int:
         return self._resident.slot(policy)

@@ -20,7 +20,8 @@ from inference.engine import EngineError
 from inference.exact_shapes import BLOCK, Block, blocks, why_not_exact
 from inference.forwards import make_forward
 from inference.model_loading import load_model
-from inference.slot_linear import ActiveSlot, LowRank, wrap_linears
+from inference.slot_experts import SlotExperts, wrap_experts
+from inference.slot_linear import ActiveSlot, LowRank, SlotLinear, wrap_linears
 
 # Padded tokens in one prefill or scoring forward: bounds the memory of activations and logits.
 FORWARD_TOKENS = 16384
@@ -42,10 +43,10 @@ class Draws(NamedTuple):
 
 
 class ModelRunner:
-    """The model, its linear layers with `policy_slots` slots, and `rows` x `positions` of KV cache. `exact`: the bits
-    of a row's results do not depend on the other rows (inference.exact_shapes); raises EngineError where they would.
-    `top`: how many of the likeliest tokens come with each that is sampled (inference.decode_step.sampled). `routes`: of
-    what is in the KV cache they are kept (inference.route_cache)."""
+    """The model, its linear layers and experts with `policy_slots` slots, and `rows` x `positions` of KV cache.
+    `exact`: the bits of a row's results do not depend on the other rows (inference.exact_shapes); raises EngineError
+    where they would. `top`: how many of the likeliest tokens come with each that is sampled
+    (inference.decode_step.sampled). `routes`: of what is in the KV cache they are kept (inference.route_cache)."""
 
     def __init__(
         self,
@@ -81,6 +82,12 @@ class ModelRunner:
             )
         active = ActiveSlot()
         self.linears = wrap_linears(self.model, active, policy_slots)
+        self.experts = wrap_experts(self.model, active, policy_slots)
+        if exact and self.experts:
+            raise EngineError(
+                f"the model at {path} is a mixture of experts, where a row's bits depend on how many others go to its "
+                "expert: run.deterministic is not for it"
+            )
         with torch.no_grad():
             self.forward = make_forward(self.model, self.config, active, rows, positions, compile_mode, top, routes)
         self.cache, self.vocab = self.forward.cache, self.forward.vocab
@@ -88,10 +95,12 @@ class ModelRunner:
         self.input_vocab = min(self.model.get_input_embeddings().weight.shape[0], self.vocab)
 
     def load(self, slot: int, adapters: dict[str, LowRank]) -> None:
-        """Fill a policy slot with adapters by module name; the other modules stay as the base model has them."""
+        """Fill a policy slot with adapters by the name of the module, or of the experts' projection; what else there is
+        stays as the base model has it."""
+        layers: dict[str, SlotLinear | SlotExperts] = {**self.linears, **self.experts}
         with torch.no_grad():
-            for name, linear in self.linears.items():
-                linear.load(slot, adapters.get(name))
+            for name, layer in layers.items():
+                layer.load(slot, adapters.get(name))
         self.forward.changed(slot)
 
     def changed(self) -> None:

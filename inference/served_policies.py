@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from async_rl.policy.adapter import canonical_config
 from async_rl.policy.update_file import STORAGE, Storage
 from async_rl.version import PolicyId
-from inference.adapter_match import match_adapter
+from inference.adapter_match import match_adapter, split_tensor_name
 from inference.adapter_slots import Adapter, read_content
 from inference.engine import EngineError
 from inference.model_loading import end_tokens, load_model
@@ -74,6 +74,7 @@ class AdapterFolders:
 
     def write(self, policy: PolicyId, content: Adapter) -> tuple[str, ...]:
         """Check it and make its folder; the names of the modules that it matched. Raises EngineError."""
+        self._refuse_experts(policy, content)
         matched = tuple(match_adapter(content.tensors, content.config, self._shapes))
         self._made += 1
         folder = self._root / f"{policy.name}-{policy.short()}-{self._made}"
@@ -87,6 +88,19 @@ class AdapterFolders:
             raise EngineError(f"policy {policy.short()}: no room for it in {self._root} ({error})") from error
         self._folders[policy] = folder
         return matched
+
+    def _refuse_experts(self, policy: PolicyId, content: Adapter) -> None:
+        """No server was shown to compute with adapters on experts (SGLang cannot on a CPU, nor vLLM)."""
+        for name in content.tensors:
+            module, _ = split_tensor_name(name)
+            if module not in self._shapes and ".experts." in module:
+                targets = sorted(
+                    {name.rpartition(".")[2] for name in self._shapes} & {*content.config["target_modules"]}
+                )
+                raise EngineError(
+                    f"policy {policy.short()} adapts experts ({module}), which only the torch engine serves: set "
+                    f'[trainer] targets = {json.dumps(targets)}, or [inference] engine = "torch"'
+                )
 
     def folder(self, policy: PolicyId) -> Path:
         return self._folders[policy]

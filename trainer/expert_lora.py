@@ -17,10 +17,9 @@ from torch import nn
 
 from async_rl.config import TrainerConfig
 from async_rl.policy.adapter import TENSOR_PREFIX
+from async_rl.policy.experts import DOWN, ExpertTarget, Product, expert_weights, forward_by_projection, put_projections
 from async_rl.trainer_config import ExpertAdapters
 from trainer.adapter_init import expert_a
-from trainer.experts import DOWN, Product, expert_weights, forward_by_projection, put_projections
-from trainer.targets import ExpertTarget
 
 Part = Literal["A", "B"]
 
@@ -62,7 +61,7 @@ class ExpertLora(nn.Module):
         return found[0].expand(len(self.weight), -1, -1) if len(found) == 1 else torch.stack(found)
 
     def forward(self, x: torch.Tensor, bounds: torch.Tensor, product: Product) -> torch.Tensor:
-        """[n, out] of x [n, in], whose rows are sorted by expert: see `trainer.experts.put_projections`."""
+        """[n, out] of x [n, in], whose rows are sorted by expert: see `async_rl.policy.experts.put_projections`."""
         out = product(x, self.weight.transpose(1, 2), bounds)
         if not self.enabled:
             return out

@@ -21,10 +21,10 @@ from torch import nn
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import TENSOR_PREFIX
+from async_rl.policy.experts import expert_weights
 from trainer.adapter_init import dense_a
 from trainer.canary import same_norm
 from trainer.expert_lora import attach_expert_lora, expert_loras
-from trainer.experts import expert_weights
 from trainer.peft_layout import to_peft
 from trainer.targets import Targets
 

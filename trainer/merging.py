@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from async_rl.errors import AsyncRLError
-from trainer.experts import expert_modules, expert_weights, odd_layout
+from async_rl.policy.experts import expert_modules, expert_weights, odd_layout
 from trainer.peft_layout import module_of, stacks, tensor_name
 
 

@@ -22,7 +22,7 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import TENSOR_PREFIX
-from trainer.experts import DOWN, GATE, GATE_UP, UP
+from async_rl.policy.experts import DOWN, GATE, GATE_UP, UP
 
 EXPERT = re.compile(rf"(?P<path>.*experts)\.(?:(?P<expert>\d+)\.)?(?P<projection>{GATE}|{UP}|{DOWN})")
 FUSED = re.compile(r"(?P<path>.*experts)(?P<inner>\.base_layer)?")

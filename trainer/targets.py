@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from async_rl.errors import AsyncRLError
+from async_rl.policy.experts import DOWN, GATE_UP, ExpertTarget, find_experts
 from async_rl.trainer_config import ExpertAdapters
-from trainer.experts import DOWN, GATE_UP, expert_modules, expert_weights, odd_layout
 
 # Parts of a module path that mark a mixture-of-experts router: adapting it would move the routing.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
@@ -30,36 +30,6 @@ class Target(NamedTuple):
     @property
     def last(self) -> str:
         return self.name.rpartition(".")[2]
-
-
-class ExpertTarget(NamedTuple):
-    """A projection of all experts of a layer to adapt: path of the experts module, gate_proj, up_proj or down_proj, and
-    each expert's shape."""
-
-    path: str
-    projection: str
-    experts: int
-    out_features: int
-    in_features: int
-
-    @property
-    def name(self) -> str:
-        """Of what all experts share."""
-        return f"{self.path}.{self.projection}"
-
-    def module(self, expert: int) -> str:
-        """As the checkpoint has it, each expert a module of its own."""
-        return f"{self.path}.{expert}.{self.projection}"
-
-    def modules(self) -> list[str]:
-        return [self.module(expert) for expert in range(self.experts)]
-
-    def parameters(self, rank: int, layout: ExpertAdapters) -> int:
-        """Trainable ones. Of a shared-outer adapter all experts share A before the hidden width, and B behind it."""
-        outer, inner = rank * self.in_features, rank * self.out_features
-        if self.projection == DOWN:
-            outer, inner = inner, outer
-        return inner * self.experts + outer * (self.experts if layout == "each" else 1)
 
 
 class Targets(NamedTuple):
@@ -103,7 +73,7 @@ def resolve_targets(model: nn.Module, names: Sequence[str] = ()) -> Targets:
     nothing and for a model without anything to adapt, naming what exists."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     by_default = {name: module for name, module in linear.items() if not _left_out(model, name, module)}
-    experts, unknown = _experts(model)
+    experts, unknown = find_experts(model)
     for name in names:
         if not any(matches(path, name) for path in linear) and not any(_means(each, name) for each in experts):
             raise TargetError(_no_such_target(model, name, linear, experts, unknown))
@@ -150,18 +120,6 @@ def _patterns(
         last for last in set(last_of.values()) if any(matches(path, last) and path not in last_of for path in paths)
     }
     return tuple(sorted({path if last in ambiguous else last for path, last in last_of.items()}))
-
-
-def _experts(model: nn.Module) -> tuple[list[ExpertTarget], dict[str, str]]:
-    """All projections of experts, and by path what is unknown about those that are stored in another layout."""
-    found, unknown = [], {}
-    for path, module in expert_modules(model).items():
-        if odd := odd_layout(module):
-            unknown[path] = f"{type(module).__name__}: {odd}"
-            continue
-        for projection, weight in expert_weights(module).items():
-            found.append(ExpertTarget(path, projection, *weight.shape))
-    return found, unknown
 
 
 def _notices(unknown: Mapping[str, str]) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from itertools import product
 import torch
 
 from async_rl.policy.factors import apply_, encode
+from async_rl.policy.grouped import expert_products, separate_products, sorted_bounds
 from async_rl.policy.projection import signs, triton_runs_on
-from trainer.kernels.grouped import expert_products, separate_products, sorted_bounds
 from trainer.kernels.sketching import accumulate_, accumulate_groups_, project
 
 KEY, ROUNDING = (1234567, 89), (5, 4_000_000_000)

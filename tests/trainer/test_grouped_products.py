@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.kernels import grouped, sketching
+from async_rl.policy import grouped
+from trainer.kernels import sketching
 
 EXPERTS, IN, OUT, RANK = 5, 24, 16, 8
 CHOSEN = [0, 3, 1, 3, 3, 0, 4, 3, 1]  # nobody goes to expert 2

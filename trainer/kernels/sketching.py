@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from async_rl.policy.factors import whole_float32
+from async_rl.policy.grouped import parts, takes_grouped
 from async_rl.policy.projection import ProjectionKey, triton_runs_on
-from trainer.kernels.grouped import parts, takes_grouped
 
 
 def project(

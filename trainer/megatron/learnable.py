@@ -213,9 +213,7 @@ def _plan(model: ShardedModel, targets: Targets, trainer: TrainerConfig) -> Plan
 
 def _modules(targets: Targets) -> tuple[Target, ...]:
     """Every adapted projection, of experts each one's, by path."""
-    experts = [
-        Target(path, each.out_features, each.in_features) for each in targets.experts for path in each.modules()
-    ]
+    experts = [Target(path, each.out_features, each.in_features) for each in targets.experts for path in each.modules()]
     return tuple(sorted([*targets.modules, *experts]))
 
 

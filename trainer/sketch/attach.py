@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from async_rl.config import TrainerConfig
-from trainer.experts import DOWN, GATE_UP, expert_modules
+from async_rl.policy.experts import DOWN, GATE_UP, expert_modules
 from trainer.sketch.blocks import Accumulator, Block
 from trainer.sketch.experts import attach_experts, expert_blocks
 from trainer.sketch.linear import attach_linear

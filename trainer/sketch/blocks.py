@@ -50,7 +50,7 @@ class Accumulator(NamedTuple):
 
     def add(self, gradient: torch.Tensor, projected: torch.Tensor, bounds: torch.Tensor | None = None) -> None:
         """S += gradientᵀ · projected / √rank, of gradient [n, rows] and projected [n, rank]; with `bounds`, of each
-        expert's rows into its own (see `trainer.kernels.grouped`)."""
+        expert's rows into its own (see `async_rl.policy.grouped`)."""
         scale = 1 / math.sqrt(self.block.rank)
         if bounds is None:
             accumulate_(self.sketch, gradient, projected, scale)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from async_rl.errors import AsyncRLError
-from trainer.experts import (
+from async_rl.policy.experts import (
     PROJECTIONS,
     Product,
     expert_weights,
@@ -71,7 +71,7 @@ class ExpertProjection(nn.Module):
         self._anchor = anchor
 
     def forward(self, x: torch.Tensor, bounds: torch.Tensor, product: Product) -> torch.Tensor:
-        """[n, out] of x [n, in], whose rows are sorted by expert: see `trainer.kernels.grouped`."""
+        """[n, out] of x [n, in], whose rows are sorted by expert: see `async_rl.policy.grouped`."""
         if not torch.is_grad_enabled():
             return product(x, self.weight.transpose(1, 2), bounds)
         out: torch.Tensor = _SketchedExperts.apply(x, self.weight, bounds, product, self._accumulator, self._anchor)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from trainer.kernels.grouped import separate_products
+from async_rl.policy.grouped import separate_products
 from trainer.learnable import LowRank, Proposal
 
 T = TypeVar("T")

@@ -1,20 +1,21 @@
 """Fused experts (transformers 5: one 3-D parameter for all experts of a layer), computed projection by projection, so
-that something can be put on each: adapters (trainer.expert_lora), sketches (trainer.sketch.experts).
+that something can be put on each: an adapter, a sketch, the weights of several policies.
 
 Tokens are sorted by the expert they go to, and each expert multiplies its own stretch, in one grouped product
-(trainer.kernels.grouped). The projections are those of the checkpoint: gate_up_proj in memory is gate_proj and up_proj,
+(async_rl.policy.grouped). The projections are those of the checkpoint: gate_up_proj in memory is gate_proj and up_proj,
 one behind the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainer.kernels.grouped import expert_products, separate_products, sorted_bounds
+from async_rl.policy.grouped import expert_products, separate_products, sorted_bounds
+from async_rl.trainer_config import ExpertAdapters
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"  # as in the checkpoint
 GATE_UP = "gate_up_proj"
@@ -48,11 +49,53 @@ def expert_weights(experts: nn.Module) -> dict[str, torch.Tensor]:
     return dict(zip((GATE, UP, DOWN), (*fused.chunk(2, dim=1), down), strict=True))
 
 
+class ExpertTarget(NamedTuple):
+    """A projection of all experts of a layer to adapt: path of the experts module, gate_proj, up_proj or down_proj, and
+    each expert's shape."""
+
+    path: str
+    projection: str
+    experts: int
+    out_features: int
+    in_features: int
+
+    @property
+    def name(self) -> str:
+        """Of what all experts share."""
+        return f"{self.path}.{self.projection}"
+
+    def module(self, expert: int) -> str:
+        """As the checkpoint has it, each expert a module of its own."""
+        return f"{self.path}.{expert}.{self.projection}"
+
+    def modules(self) -> list[str]:
+        return [self.module(expert) for expert in range(self.experts)]
+
+    def parameters(self, rank: int, layout: ExpertAdapters) -> int:
+        """Trainable ones. Of a shared-outer adapter all experts share A before the hidden width, and B behind it."""
+        outer, inner = rank * self.in_features, rank * self.out_features
+        if self.projection == DOWN:
+            outer, inner = inner, outer
+        return inner * self.experts + outer * (self.experts if layout == "each" else 1)
+
+
+def find_experts(model: nn.Module) -> tuple[list[ExpertTarget], dict[str, str]]:
+    """All projections of experts, and by path what is unknown about those that are stored in another layout."""
+    found, unknown = [], {}
+    for path, module in expert_modules(model).items():
+        if odd := odd_layout(module):
+            unknown[path] = f"{type(module).__name__}: {odd}"
+            continue
+        for projection, weight in expert_weights(module).items():
+            found.append(ExpertTarget(path, projection, *weight.shape))
+    return found, unknown
+
+
 def put_projections(experts: nn.Module, parts: Mapping[str, nn.Module], forward: Callable[..., torch.Tensor]) -> None:
     """Let `experts` compute by `forward`, and `parts`, one for each of the three, be its modules. A part is called with
-    x [n, in], whose rows are sorted by expert, their bounds (trainer.kernels.grouped), and the product to use."""
+    x [n, in], whose rows are sorted by expert, their bounds (async_rl.policy.grouped), and the product to use."""
     experts.add_module(PROJECTIONS, nn.ModuleDict(parts))
-    experts.forward = forward  # type: ignore[method-assign]
+    experts.forward = forward
 
 
 def plain_products(experts: Any) -> bool:
