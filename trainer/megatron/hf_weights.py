@@ -6,6 +6,7 @@ Experts may be stored one by one (`â€¦.experts.3.gate_proj.weight`) or fused (`â
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -134,7 +135,9 @@ def full_tensors(
     of `tensor_names`, one at a time; None on the others, which have to go through it at the same time. `value_of` gives
     what is sent for a piece, as many elements in the model's dtype."""
     mine = {piece.name: piece for piece in pieces(model) if piece.owned and piece.local.numel()}
-    plan = _gather_plan([_Part(name, piece.shape, piece.start, piece.size) for name, piece in mine.items()])
+    plan = _gather_plan(
+        [_Part(name, piece.shape, piece.start, piece.size) for name, piece in mine.items()], model.device
+    )
     rank = dist.get_rank()
     for name in tensor_names(model.config):
         piece = mine.get(name)
@@ -161,10 +164,9 @@ def _assembled(model: ShardedModel, parts: list[tuple[int, _Part]], own: torch.T
     return whole
 
 
-def _gather_plan(mine: list[_Part]) -> dict[str, list[tuple[int, _Part]]]:
+def _gather_plan(mine: list[_Part], device: torch.device) -> dict[str, list[tuple[int, _Part]]]:
     """Who speaks for what: by name the ranks and their parts, in the order of the ranks."""
     payload = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
-    device = torch.cuda.current_device() if dist.get_backend() == "nccl" else torch.device("cpu")
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(payload)], device=device))
     longest = max(int(size) for size in sizes)
@@ -193,7 +195,9 @@ def write(
     rank = dist.get_rank()
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        model.config.save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        config.dtype = model.stage.config.params_dtype  # which may not be that of the checkpoint that was read
+        config.save_pretrained(folder)
     for name, value in full_tensors(model, value_of):
         if value is None:
             continue
