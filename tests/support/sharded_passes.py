@@ -1,4 +1,4 @@
-"""What the test of passes through the pipeline runs on its ranks: unusual micro-batches, and models that learn in part."""
+"""What the test of passes through the pipeline runs on its ranks: odd micro-batches, and models that learn in part."""
 
 from __future__ import annotations
 
