@@ -28,7 +28,6 @@ HARMLESS = {
     ("inference/bench_push_receiver.py", "self._socket.recv_into(into[received:])"): "the socket has a time-out",
     ("inference/bench_flips_house.py", "self._pipe.recv_bytes()"): "poll with a limit found something in it",
     ("inference/orphan_guard.py", "parent.join()"): "a daemon's only work: to wait for its parent's end",
-    ("trainer/torch_backend.py", "gathered.result()"): "no future: what a pass over a batch collected",
     ("inference/sglang_engine.py", "self._open.wait()"): "weights are changed, by questions that have limits",
     ("inference/flights.py", "event.wait()"): "within a wait_for that has a limit",
     ("trainer/megatron/collect.py", "dist.recv(buffer, rank)"): "the process group has a time-out",
