@@ -70,6 +70,7 @@ BENCHES = {
     "flips": ("inference.bench_flips", "inference"),
     "packing": ("trainer.bench_packing", "trainer"),
     "train": ("trainer.bench_train", "trainer"),
+    "replay": ("trainer.bench_replay", "trainer"),
     "kernels": ("trainer.bench_kernels", "trainer"),
     "pipeline": ("async_rl.run.bench_pipeline", ""),
     "staleness": ("async_rl.run.bench_staleness", "trainer"),
