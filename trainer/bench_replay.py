@@ -106,8 +106,8 @@ def draw_model(shape: Shape, seed: int, folder: Path) -> None:
 
 
 class Scored(NamedTuple):
-    """Of all sampled tokens: by how much the trainer's log-probability is from the engine's (float64 [n], absolute),
-    and in how many of the routed layers the live router would send the position that predicts it elsewhere (int [n])."""
+    """Of all sampled tokens: how far the trainer's log-probability is from the engine's, float64 [n], and in how many
+    of the routed layers the live router would send the position before it elsewhere, int [n]."""
 
     gap: npt.NDArray[np.float64]
     elsewhere: npt.NDArray[np.int64]
@@ -242,6 +242,7 @@ def settings_of(scale: Scale) -> list[str]:
         "algorithm.router_replay=rollout", "algorithm.surrogate=policy_gradient", "algorithm.treatment=uncorrected",
         "inference.dtype=bfloat16", f"inference.slots={scale.groups * scale.group_size}",
         f"inference.max_new_tokens={scale.new_tokens}", f"inference.max_context={POSITIONS - 1}",
+        'trainer.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',
     ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import BufferConfig, Config, InferenceConfig
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
+from async_rl.routes import RouteShape, route_extras
 from async_rl.trajectory import MaskReason, Segment, Trajectory, encode_trajectory, pack_segments
 from async_rl.version import VersionRun
 from async_rl.wire.link import Received
@@ -381,3 +382,32 @@ def test_likeliest_tokens_that_contradict_themselves_are_refused_with_the_attemp
     batch = prepared(lend(attempts), **CENTRED)
     assert outcomes(batch) == {(7, 2): "trained", (7, 3): "refused"}
     assert re.search(rf"attempt 7/3: .*{says}", caplog.text)
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+ROUTES = RouteShape(layers=2, routed=(1,), experts=4, each=2)
+
+
+def with_routes(change: str = "") -> Segment:
+    """Two prompt tokens and three sampled ones, of which all but the last went to two of four experts."""
+    routes = route_extras(np.array([[[-1, -1], [3, t % 3]] for t in range(4)]), 5)["routes"]
+    if change == "outside":
+        routes[2, 1, 0] = 4
+    return segment((FOR_VERSION, 3), extras={} if change == "none" else {"routes": routes})
+
+
+def test_routes_reach_the_sample_where_they_are_replayed_and_what_has_none_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attempts = [trajectory(7, n, float(n), with_routes(change)) for n, change in enumerate(("", "none", "outside"))]
+    config = Config(algorithm=AlgorithmConfig(router_replay="rollout"))
+    batch = prepare(lend(attempts), config, VOCABULARY, ROUTES)
+    assert outcomes(batch) == {(7, 0): "trained", (7, 1): "refused", (7, 2): "refused"}
+    assert "attempt 7/1: routes is missing" in caplog.text
+    assert "attempt 7/2: routes from -1 to 4 are not all among the model's 4 experts" in caplog.text
+    (sample,) = batch.samples
+    assert sample.routes is not None
+    assert sample.routes[:, 1].tolist() == [[3, 0], [3, 1], [3, 2], [3, 0], [-1, -1]]
+    live = prepare(lend(attempts[:1]), Config(), VOCABULARY)
+    assert live.samples[0].routes is None  # they may be sent, and are not used
