@@ -161,6 +161,22 @@ def test_a_checkpoint_of_the_torch_backend_goes_on(paths: dict[str, str], tmp_pa
         assert total == pytest.approx(sum(float(each[moment].double().sum()) for each in state.values()), rel=1e-9)
 
 
+@pytest.mark.parametrize("kind", CHAINS)
+def test_the_torch_backend_goes_on_from_a_checkpoint_in_parts(
+    chains: dict[str, Any], folder: Path, paths: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    weights = of_torch(paths, kind)
+    weights.load(folder / f"{kind}-0")
+    assert weights.steps == 2
+    assert weights.export(tmp_path / "adapter.safetensors") == chains[kind][0]["digest"]
+    weights.save(tmp_path)
+    found = load_file(tmp_path / optimizer_state.OPTIMIZER_FILE)
+    for shard in (folder / f"{kind}-0").glob("shard-*"):
+        for key, part in load_file(shard).items():
+            assert key.startswith("value/") or part.shape == found[key].shape or part.numel() < found[key].numel()
+    assert {key.partition("/")[2] for key in found} == set(weights.parameters)
+
+
 def of_torch(paths: dict[str, str], kind: str) -> LoraWeights:
     model = AutoModelForCausalLM.from_pretrained(paths[kind], dtype=torch.float32)
     return LoraWeights(model, trainer_config(**KEYS[kind]), SEED, paths[kind])

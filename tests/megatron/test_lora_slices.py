@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from async_rl.parallel_config import ParallelConfig, check_parallel
 from async_rl.schema import ConfigError
-from trainer.megatron.slices import Plan, SliceError, check_plan, owned, pieces, place_of, tensor_name, whole
+from trainer.megatron.slices import Owners, Plan, SliceError, check_plan, pieces, place_of, tensor_name, whole
 from trainer.targets import Target
 
 HIDDEN, QUERIES, KEYS, FFN, EXPERT_FFN, LAYERS, EXPERTS, RANK = 32, 64, 32, 48, 16, 4, 8, 3
@@ -55,9 +55,10 @@ def layouts(draw: st.DrawFn) -> ParallelConfig:
 @given(layouts(), st.booleans(), st.booleans())
 def test_every_element_of_every_tensor_has_one_owner(parallel: ParallelConfig, moe: bool, shared: bool) -> None:
     plan = plan_of(parallel, moe=moe, shared_outer=shared)
+    owners = Owners(plan)
     counts = {name: np.zeros(shape, int) for name, shape in whole(plan).items()}
     for rank in range(parallel.ranks):
-        for piece in owned(plan, rank):
+        for piece in owners.of(rank):
             assert piece.shape == counts[piece.name].shape
             counts[piece.name][piece.index] += 1
     assert all((count == 1).all() for count in counts.values())

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from sharded_models import CPU, TEMPERATURE, coefficients, rows_of, sequences
+from sharded_models import CPU, TEMPERATURE, rows_of, sequences
 
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
@@ -48,7 +48,8 @@ def random_adapter(path: Path, trainer: TrainerConfig) -> Arrays:
 
 def weighted(index: int, logprobs: torch.Tensor) -> torch.Tensor:
     """A loss in which nothing cancels, so that its relative error means something."""
-    return -(logprobs * coefficients(index, len(logprobs)).abs()).sum()
+    coefficients = torch.rand(len(logprobs), generator=torch.Generator().manual_seed(index))
+    return -(logprobs * coefficients).sum()
 
 
 class OneProcess:
@@ -120,7 +121,7 @@ class OnRanks:
     def whole(self, tensors: dict[str, torch.Tensor] | None = None) -> Arrays:
         from trainer.megatron.collect import gather
 
-        full = gather(self.learnable.parameters if tensors is None else tensors, self.learnable.plan)
+        full = gather(self.learnable.parameters if tensors is None else tensors, self.learnable.owners)
         return {name: tensor.numpy() for name, tensor in full.items()}
 
     def gradients(self) -> Arrays:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from async_rl.errors import AsyncRLError
-from trainer.megatron.slices import Axis, Piece, Plan, owned, whole
+from trainer.megatron.slices import Axis, Owners, Piece, whole
 
 _GROUP_NAMES: dict[Axis, str] = {
     "tensor": "tp",
@@ -54,19 +54,19 @@ def global_norm(tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
     return float(total.sqrt())
 
 
-def gather(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+def gather(tensors: Mapping[str, torch.Tensor], owners: Owners) -> dict[str, torch.Tensor]:
     """On rank 0 every tensor of the adapter file, whole and on the CPU; on the others nothing. Each rank sends what it
     owns as one message, so that rank 0 holds one rank's part beside what it has put together."""
     mine = dist.get_rank()
     some = next(iter(tensors.values()))
     if mine != 0:
-        parts = [tensors[piece.name].detach().flatten() for piece in owned(plan, mine)]
+        parts = [tensors[piece.name].detach().flatten() for piece in owners.of(mine)]
         if parts:
             dist.send(torch.cat(parts), 0)
         return {}
-    full = {name: torch.zeros(shape, dtype=some.dtype) for name, shape in whole(plan).items()}
+    full = {name: torch.zeros(shape, dtype=some.dtype) for name, shape in whole(owners.plan).items()}
     for rank in range(dist.get_world_size()):
-        theirs = owned(plan, rank)
+        theirs = owners.of(rank)
         if rank == 0:
             parts = [tensors[piece.name].detach() for piece in theirs]
         elif theirs:
@@ -79,6 +79,14 @@ def gather(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.T
         for piece, part in zip(theirs, parts, strict=True):
             full[piece.name][piece.index] = part.view(piece.local_shape).cpu()
     return full
+
+
+def ranks_that(is_so: bool, device: torch.device) -> list[int]:
+    """Those on which it is so, on every rank."""
+    bits = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    bits[dist.get_rank()] = int(is_so)
+    dist.all_reduce(bits)
+    return bits.nonzero().flatten().tolist()
 
 
 def agree(error: Exception | None, what: str, device: torch.device) -> None:

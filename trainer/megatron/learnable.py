@@ -29,12 +29,12 @@ from trainer.megatron.pieces import pieces as base_pieces
 from trainer.megatron.settings import stage_layers
 from trainer.megatron.slices import (
     PARTS,
+    Owners,
     Part,
     Piece,
     Plan,
     check_plan,
     locate,
-    owned,
     pieces,
     place_of,
     tensor_name,
@@ -59,9 +59,10 @@ class LoraShards(AdamW):
         check_alpha(trainer)
         self.model = model
         self.model_path = model_path
-        self.targets = resolve_targets(_skeleton(model.config), trainer.targets)
+        self.targets = resolve_targets(skeleton(model.config), trainer.targets)
         self.plan = _plan(model, self.targets, trainer)
         check_plan(self.plan)
+        self.owners = Owners(self.plan)
         if dist.get_rank() == 0:
             log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank, trainer.expert_adapters))
         held = pieces(self.plan, place_of(dist.get_rank(), model.parallel))
@@ -88,7 +89,7 @@ class LoraShards(AdamW):
     # --- files -------------------------------------------------------------------------------------------------------
 
     def export(self, path: Path) -> str:
-        tensors = collect.gather(self.parameters, self.plan)
+        tensors = collect.gather(self.parameters, self.owners)
         return self._on_rank_0(lambda: write_adapter(path, tensors, self._config), f"writing {path}")
 
     def export_whole(self, path: Path) -> str:
@@ -96,7 +97,7 @@ class LoraShards(AdamW):
         return self.export(path)
 
     def export_final(self, folder: Path) -> None:
-        tensors = collect.gather(self.parameters, self.plan)
+        tensors = collect.gather(self.parameters, self.owners)
 
         def write() -> str:
             write_peft_folder(folder, tensors, self._config, self.model_path)
@@ -111,16 +112,17 @@ class LoraShards(AdamW):
     def save(self, folder: Path) -> None:
         """shard-*.safetensors of the ranks that own some of the adapter, and backend.json, into a folder that all ranks
         see."""
-        rank, error = dist.get_rank(), None
-        owners = [each for each in range(dist.get_world_size()) if owned(self.plan, each)]
+        mine, error = self.owners.of(dist.get_rank()), None
+        writing = collect.ranks_that(bool(mine), self.model.device)
         try:
-            if rank in owners:
-                mine = owned(self.plan, rank)
-                saved.write_shard(folder, rank, owners, mine, self.parameters, self.optimizer, self._config)
+            if mine:
+                saved.write_shard(
+                    folder, dist.get_rank(), writing, mine, self.parameters, self.optimizer, self._config
+                )
         except Exception as raised:
             error = raised
         collect.agree(error, f"writing a part of checkpoint {folder}", self.model.device)
-        tensors = collect.gather(self.parameters, self.plan)
+        tensors = collect.gather(self.parameters, self.owners)
 
         def write() -> str:
             digest = policy_digest(tensors, self._config)
@@ -140,19 +142,8 @@ class LoraShards(AdamW):
         collect.agree(error, f"reading checkpoint {folder}", self.model.device)
         assert counters is not None
         assert state is not None
-        self._restore(state)
+        saved.restore(state, self.parameters, self.optimizer)
         self.steps = counters.optimizer_steps
-
-    @torch.no_grad()
-    def _restore(self, state: saved.State) -> None:
-        self.optimizer.state.clear()
-        for name, parameter in self.parameters.items():
-            parameter.copy_(state.values[name])
-            if name in state.moments:
-                moments = state.moments[name]
-                self.optimizer.state[parameter] = {
-                    moment: values.to(parameter.device) for moment, values in moments.items()
-                }
 
     def _on_rank_0(self, make: Callable[[], str], what: str) -> str:
         return collect.on_rank_0(make, what, self.model.device)
@@ -192,7 +183,7 @@ class LoraShards(AdamW):
         return {module: same_norm(square) for module, square in (means | by_module).items()}
 
 
-def _skeleton(config: Any) -> PreTrainedModel:
+def skeleton(config: Any) -> PreTrainedModel:
     """The whole model without its weights: what targets are resolved on, by the rules of the torch backend."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)

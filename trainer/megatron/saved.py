@@ -142,6 +142,26 @@ def read_state(folder: Path, pieces: Iterable[Piece], shapes: Mapping[str, Pair]
     return State(values, moments)
 
 
+@torch.no_grad()
+def restore(state: State, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Fill parameters and optimiser, on the parameters' device."""
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        parameter.copy_(state.values[name])
+        if name in state.moments:
+            moments = state.moments[name].items()
+            optimizer.state[parameter] = {moment: values.to(parameter.device) for moment, values in moments}
+
+
+def read_for_one_process(
+    folder: Path, parameters: Mapping[str, torch.nn.Parameter], config: Mapping[str, Any]
+) -> State:
+    """`read_state` for somebody who holds every tensor whole."""
+    shapes = {name: (parameter.shape[0], parameter.shape[1]) for name, parameter in parameters.items()}
+    pieces = [Piece(name, shape, (0, shape[0]), (0, shape[1]), True, ()) for name, shape in shapes.items()]
+    return read_state(folder, pieces, shapes, config)
+
+
 def read_whole(folder: Path, counters: Counters) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Every tensor of the adapter, and its config, as `async_rl.policy.adapter.read_adapter` gives them. Raises
     AsyncRLError also when it is not the policy that `counters` names."""

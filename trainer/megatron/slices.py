@@ -14,6 +14,7 @@ afterwards); then the gradient is the sum over the tensor ranks.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Literal, NamedTuple
 
 from async_rl.errors import AsyncRLError
@@ -107,6 +108,7 @@ def place_of(rank: int, parallel: ParallelConfig) -> Place:
     )
 
 
+@cache
 def locate(module: str) -> Position:
     """Raises SliceError for a module that has no place in this backend's layers."""
     found = _NAME.fullmatch(module)
@@ -157,9 +159,19 @@ def whole(plan: Plan) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def owned(plan: Plan, rank: int) -> list[Piece]:
-    """What `rank` counts and writes, sorted by name; over all ranks that is every tensor exactly once."""
-    return sorted({piece for piece in pieces(plan, place_of(rank, plan.parallel)).values() if piece.owns})
+class Owners:
+    """Of each rank, what it counts and writes, sorted by name: over all ranks that is every tensor exactly once. Found
+    once for a rank, as there may be many tensors and many ranks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._owned: dict[int, list[Piece]] = {}
+
+    def of(self, rank: int) -> list[Piece]:
+        if rank not in self._owned:
+            held = pieces(self.plan, place_of(rank, self.plan.parallel))
+            self._owned[rank] = sorted({piece for piece in held.values() if piece.owns})
+        return self._owned[rank]
 
 
 def check_plan(plan: Plan) -> None:
