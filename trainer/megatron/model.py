@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from async_rl.parallel_config import ParallelConfig
 from trainer.logprobs import Rows
-from trainer.megatron import groups, hf_weights
+from trainer.megatron import groups, hf_weights, replay
 from trainer.megatron.attention import Norm, PackedAttention, Packing, rotary_angles
 from trainer.megatron.settings import (
     check_layout,
@@ -39,11 +39,13 @@ from trainer.megatron.settings import (
 
 class Inputs(NamedTuple):
     """What a stage's layers need of a micro-batch beside hidden states: ids int64 [1, tokens], padded to a multiple of
-    the tensor ranks under `sequence`; angles [tokens, 1, 1, head size] of the rotary positions; the packing."""
+    the tensor ranks under `sequence`; angles [tokens, 1, 1, head size] of the rotary positions; the packing; where
+    routers are served."""
 
     ids: torch.Tensor
     angles: torch.Tensor
     packing: Packing
+    served: replay.Served | None
 
 
 class Stage(MegatronModule):
@@ -55,6 +57,7 @@ class Stage(MegatronModule):
         super().__init__(settings)
         self.hf = hf
         self.numbers = numbers
+        self.tensor = pg.tp
         self.first, self.last = numbers.start == 0, numbers.stop == hf.num_hidden_layers
         vocabulary = padded_vocabulary(hf, settings.tensor_model_parallel_size)
         if self.first:
@@ -78,6 +81,7 @@ class Stage(MegatronModule):
             for number in numbers
         )
         self.decoder = Decoder(layers, recompute)
+        replay.attach(zip(numbers, self.decoder.layers, strict=True))
         if self.last:
             self.final_norm = Norm(settings, hf.hidden_size, hf.rms_norm_eps)
             if not (self.first and hf.tie_word_embeddings):
@@ -90,8 +94,9 @@ class Stage(MegatronModule):
         """The rows of the output head that this rank of the last stage holds: [padded vocabulary / tensor, width]."""
         return self.head if "head" in self._parameters else self.embedding.weight
 
-    def inputs(self, rows: Rows) -> Inputs:
-        """Raises ValueError for a micro-batch whose sequences are not packed."""
+    def inputs(self, rows: Rows, trace: replay.Trace | None = None) -> Inputs:
+        """Tokens go where `rows.routes` says, and a `trace` is told where they went. Raises ValueError for a micro-batch
+        whose sequences are not packed."""
         if rows.layout is None or rows.position_ids is None:
             raise ValueError("micro-batches of the Megatron backend are packed rows")
         ids, positions = rows.ids, rows.position_ids[0]
@@ -100,7 +105,23 @@ class Stage(MegatronModule):
         if padding:
             ids, positions = (nn.functional.pad(tensor, (0, padding)) for tensor in (ids, positions))
         angles = rotary_angles(positions, head_size(self.hf), self.hf.rope_parameters["rope_theta"])
-        return Inputs(ids, angles, Packing(layout=rows.layout))
+        return Inputs(ids, angles, Packing(layout=rows.layout), self._served(rows, ids.shape[1], trace))
+
+    def _served(self, rows: Rows, tokens: int, trace: replay.Trace | None) -> replay.Served | None:
+        """`tokens` is how many there are with padding."""
+        if rows.routes is None and trace is None:
+            return None
+        routes = rows.routes
+        if routes is not None:
+            if len(routes) != rows.ids.shape[1]:
+                raise ValueError(f"routes of {len(routes)} tokens for a micro-batch of {rows.ids.shape[1]}")
+            split = self.config.sequence_parallel
+            rank, ranks = (self.tensor.rank(), self.tensor.size()) if split else (0, 1)
+            routes = replay.on_this_rank(routes, tokens, rank, ranks)
+        served = replay.Served(routes, rows.ids.shape[1], traced=trace is not None)
+        if trace is not None:
+            trace.served.append(served)
+        return served
 
     def forward(self, hidden: torch.Tensor | None, inputs: Inputs) -> torch.Tensor:
         """[tokens, 1, width], of the tokens that lie on this rank (all, or under `sequence` its part), from those that
@@ -134,9 +155,10 @@ class Decoder(nn.Module):
 
 def _computed(layer: nn.Module, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """One layer: the only place from which it is called, in the forward pass and when it is computed again."""
-    out: torch.Tensor = layer(
-        hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.angles, packed_seq_params=inputs.packing
-    )[0]
+    with replay.serving(layer, inputs.served):
+        out: torch.Tensor = layer(
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.angles, packed_seq_params=inputs.packing
+        )[0]
     # megatron-core's dispatcher keeps its last weights of experts, and those all of the graph that led to them: with
     # recomputation every layer's activations would stay until its next forward pass.
     if (dispatcher := getattr(layer.mlp, "token_dispatcher", None)) is not None:

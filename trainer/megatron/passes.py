@@ -19,6 +19,7 @@ from trainer.head import Mixture
 from trainer.logprobs import Rows
 from trainer.megatron.logprobs import HeadShard, vocabulary_logprobs
 from trainer.megatron.model import Inputs, ShardedModel
+from trainer.megatron.replay import Trace
 
 LossOf = Callable[..., torch.Tensor | None]
 Computed = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
@@ -42,24 +43,26 @@ def run(
     temperature: float,
     learns: bool,
     mixtures: Sequence[Mixture] | None = None,
+    trace: Trace | None = None,
 ) -> None:
     """For each micro-batch (packed rows) compute the log-probabilities [n] of its wanted tokens at `temperature`, in
     float32 (or wider if the model is), and in the last stage call `loss_of(index, logprobs)` on each rank. With
     `mixtures`, one for each micro-batch, also their means Σ_j w_j log π(j) [n]: `loss_of(index, logprobs, means)`. With
     `learns` it returns a scalar, and the gradients of its sum over the micro-batches are added to `.grad` of every
     parameter that requires one, as the parts that this rank has of them; else what it returns is not looked at, and
-    nothing is kept.
+    nothing is kept. Where tokens go in a mixture of experts is what `routes` of a micro-batch says, and a `trace` is
+    told where they went.
 
     Called on all ranks at once, with the same micro-batches on the ranks of a data rank, and as many on every data
     rank: experts take tokens from all of them. Each takes part in every backward pass, whatever its loss is."""
     each: Sequence[Mixture | None] = [None] * len(micro_batches) if mixtures is None else mixtures
     batches = [Scored(rows, mixture) for rows, mixture in zip(micro_batches, each, strict=True)]
     if learns:
-        _learn(model, batches, loss_of, temperature)
+        _learn(model, batches, loss_of, temperature, trace)
         return
     with torch.no_grad():
         for index, batch in enumerate(batches):
-            inputs = model.stage.inputs(batch.rows)
+            inputs = model.stage.inputs(batch.rows, trace)
             hidden = _exchange(model, receive_before=inputs)[0]
             out = model.stage(hidden, inputs)
             if model.stage.last:
@@ -68,9 +71,11 @@ def run(
                 _exchange(model, send_next=out)
 
 
-def _learn(model: ShardedModel, batches: Sequence[Scored], loss_of: LossOf, temperature: float) -> None:
+def _learn(
+    model: ShardedModel, batches: Sequence[Scored], loss_of: LossOf, temperature: float, trace: Trace | None
+) -> None:
     stage, pipeline = model.stage, model.groups.pp
-    inputs = [stage.inputs(batch.rows) for batch in batches]
+    inputs = [stage.inputs(batch.rows, trace) for batch in batches]
     count, ahead = len(inputs), min(pipeline.size() - pipeline.rank() - 1, len(inputs))
     waiting: deque[tuple[int, Computed]] = deque()
 
