@@ -95,8 +95,8 @@ class Stage(MegatronModule):
         return self.head if "head" in self._parameters else self.embedding.weight
 
     def inputs(self, rows: Rows, trace: replay.Trace | None = None) -> Inputs:
-        """Tokens go where `rows.routes` says, and a `trace` is told where they went. Raises ValueError for a micro-batch
-        whose sequences are not packed."""
+        """Tokens go where `rows.routes` says, and a `trace` is told where they went. Raises ValueError for a
+        micro-batch whose sequences are not packed."""
         if rows.layout is None or rows.position_ids is None:
             raise ValueError("micro-batches of the Megatron backend are packed rows")
         ids, positions = rows.ids, rows.position_ids[0]

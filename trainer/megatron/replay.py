@@ -43,7 +43,9 @@ class Served:
         if self.routes is None:
             return live
         if layer >= self.routes.shape[1] or (len(live), live.shape[1]) != (len(self.routes), self.routes.shape[2]):
-            raise ValueError(f"routes {list(self.routes.shape)} are served to layer {layer}, which has {list(live.shape)}")
+            raise ValueError(
+                f"routes {list(self.routes.shape)} are served to layer {layer}, which has {list(live.shape)}"
+            )
         routes = self.routes[:, layer].long()
         return torch.where(_known(routes)[:, None], routes, live)
 
@@ -119,8 +121,8 @@ class Trace:
         self.served: list[Served] = []
 
     def routes(self, model: Any) -> list[npt.NDArray[np.int16]]:
-        """By micro-batch, int16 [tokens, layers, k]: on each rank of a data rank those of all layers and tokens, UNKNOWN
-        in layers without experts. For what is to go there again (R2)."""
+        """By micro-batch, int16 [tokens, layers, k]: on each rank of a data rank those of all its tokens in all layers,
+        UNKNOWN in layers without experts. For what is to go there again (R2)."""
         out = []
         for served in self.served:
             own = _of_stage(model, served)
@@ -143,7 +145,7 @@ class Trace:
 
 
 def _count(model: Any, served: Served, sums: torch.Tensor) -> None:
-    """Adds a micro-batch's. A token's layers lie in all stages, so what is said of tokens is added in the first alone."""
+    """Adds a micro-batch's. A token's layers lie in all stages, so what is said of tokens is added in the first one."""
     real = _real(model, served)
     known, changed = torch.zeros(2, real, dtype=torch.int32, device=model.device)
     for layer, chosen in _live(served):
@@ -174,8 +176,8 @@ def _real(model: Any, served: Served) -> int:
 
 
 def _of_stage(model: Any, served: Served) -> torch.Tensor:
-    """Where this rank's tokens went, int32 (gloo knows no int16) [own, layers, k]: UNKNOWN in layers of other stages and
-    those without experts."""
+    """Where this rank's tokens went, int32 (gloo knows no int16) [own, layers, k]: UNKNOWN in layers of other stages,
+    and in those without experts."""
     shape = (_own(model, served), model.config.num_hidden_layers, model.config.num_experts_per_tok)
     out = torch.full(shape, UNKNOWN, dtype=torch.int32, device=model.device)
     for layer, live in _live(served):
