@@ -37,6 +37,8 @@ def begin(parallel: ParallelConfig, device: torch.device) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,
     )
+    # NCCL wants all ranks of a group in its first call; two stages that send to one another are not all of them.
+    dist.all_reduce(torch.zeros(1, device=device), group=parallel_state.get_pipeline_model_parallel_group())
 
 
 def end() -> None:
