@@ -18,13 +18,20 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from trainer.head import Mixture
 from trainer.logprobs import Rows
 from trainer.megatron.logprobs import HeadShard, vocabulary_logprobs
-from trainer.megatron.model import Inputs, ShardedModel
+from trainer.megatron.model import ShardedModel
 from trainer.megatron.replay import Trace
 
 LossOf = Callable[..., torch.Tensor | None]
-Computed = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""A micro-batch that waits for its backward pass: what the stage was given, what it made, and in the last stage the
-gradient of what it made."""
+
+
+class Computed(NamedTuple):
+    """A micro-batch that waits for its backward pass: what the stage was given, what it made, and in the last stage the
+    gradient of what it made."""
+
+    rows: Rows
+    hidden: torch.Tensor | None
+    out: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 class Scored(NamedTuple):
@@ -62,9 +69,8 @@ def run(
         return
     with torch.no_grad():
         for index, batch in enumerate(batches):
-            inputs = model.stage.inputs(batch.rows, trace)
-            hidden = _exchange(model, receive_before=inputs)[0]
-            out = model.stage(hidden, inputs)
+            hidden = _exchange(model, receive_before=batch.rows)[0]
+            out = model.stage(hidden, model.stage.inputs(batch.rows, trace))
             if model.stage.last:
                 loss_of(index, *_logprobs(model, out, batch, temperature))
             else:
@@ -75,36 +81,36 @@ def _learn(
     model: ShardedModel, batches: Sequence[Scored], loss_of: LossOf, temperature: float, trace: Trace | None
 ) -> None:
     stage, pipeline = model.stage, model.groups.pp
-    inputs = [stage.inputs(batch.rows, trace) for batch in batches]
-    count, ahead = len(inputs), min(pipeline.size() - pipeline.rank() - 1, len(inputs))
-    waiting: deque[tuple[int, Computed]] = deque()
+    rows = [batch.rows for batch in batches]
+    count, ahead = len(rows), min(pipeline.size() - pipeline.rank() - 1, len(rows))
+    waiting: deque[Computed] = deque()
 
     def forward(index: int, hidden: torch.Tensor | None) -> torch.Tensor:
         hidden = None if hidden is None else hidden.requires_grad_()
-        out, gradient = stage(hidden, inputs[index]), None
+        out, gradient = stage(hidden, stage.inputs(rows[index], trace)), None
         if stage.last:
             out = _logprobs(model, out, batches[index], temperature)
             gradient = _gradient(loss_of, index, out)
-        waiting.append((index, (hidden, out, gradient)))
+        waiting.append(Computed(rows[index], hidden, out, gradient))
         return out
 
     def backward(given: torch.Tensor | None) -> torch.Tensor | None:
-        hidden, out, gradient = waiting.popleft()[1]
+        _, hidden, out, gradient = waiting.popleft()
         if out.requires_grad:  # not in a first stage where nothing learns
             torch.autograd.backward(out, given if gradient is None else gradient)
         return None if hidden is None else hidden.grad
 
     for index in range(ahead):
-        hidden, _ = _exchange(model, receive_before=inputs[index])
+        hidden, _ = _exchange(model, receive_before=rows[index])
         _exchange(model, send_next=forward(index, hidden))
-    hidden, _ = _exchange(model, receive_before=inputs[ahead]) if ahead < count else (None, None)
+    hidden, _ = _exchange(model, receive_before=rows[ahead]) if ahead < count else (None, None)
     for index in range(ahead, count):
         out = forward(index, hidden)
-        _, given = _exchange(model, send_next=out, receive_after=inputs[waiting[0][0]])
-        following = inputs[index + 1] if index + 1 < count else None
+        _, given = _exchange(model, send_next=out, receive_after=waiting[0].rows)
+        following = rows[index + 1] if index + 1 < count else None
         hidden, _ = _exchange(model, send_before=backward(given), receive_before=following)
     while waiting:
-        _, given = _exchange(model, receive_after=inputs[waiting[0][0]])
+        _, given = _exchange(model, receive_after=waiting[0].rows)
         _exchange(model, send_before=backward(given))
 
 
@@ -138,8 +144,8 @@ def _exchange(
     *,
     send_before: torch.Tensor | None = None,
     send_next: torch.Tensor | None = None,
-    receive_before: Inputs | None = None,
-    receive_after: Inputs | None = None,
+    receive_before: Rows | None = None,
+    receive_after: Rows | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Send to the stages before and after this one, and receive from them (what belongs to the given micro-batch), all
     at once. The ends of the pipeline send and receive nothing there: None."""
@@ -147,7 +153,7 @@ def _exchange(
     before, after = (None if end else group.rank() + step for end, step in ((stage.first, -1), (stage.last, 1)))
     operations = []
     received: list[torch.Tensor | None] = [None, None]
-    for place, (other, sent, inputs) in enumerate(
+    for place, (other, sent, rows) in enumerate(
         ((before, send_before, receive_before), (after, send_next, receive_after))
     ):
         if other is None:
@@ -155,17 +161,17 @@ def _exchange(
         peer = dist.get_global_rank(group, other)
         if sent is not None:
             operations.append(dist.P2POp(dist.isend, sent.detach().contiguous(), peer, group))
-        if inputs is not None:
-            received[place] = _room(model, inputs)
+        if rows is not None:
+            received[place] = _room(model, rows)
             operations.append(dist.P2POp(dist.irecv, received[place], peer, group))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return received[0], received[1]
 
 
-def _room(model: ShardedModel, inputs: Inputs) -> torch.Tensor:
+def _room(model: ShardedModel, rows: Rows) -> torch.Tensor:
     """For the hidden states of a micro-batch, or their gradient."""
     ranks = model.parallel.tensor if model.parallel.sequence else 1
     settings: Any = model.stage.config
-    shape = (inputs.ids.shape[1] // ranks, 1, settings.hidden_size)
+    shape = (-(-rows.ids.shape[1] // ranks), 1, settings.hidden_size)
     return torch.empty(shape, dtype=settings.params_dtype, device=model.device)
