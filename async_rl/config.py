@@ -72,6 +72,10 @@ class TinyModelConfig(Section, frozen=True, kw_only=True):
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
     intermediate: PositiveInt = 256
+    experts: Count = 0
+    """Of every layer, in place of its MLP: a Qwen3-MoE. 0: a dense Qwen3."""
+    experts_per_token: PositiveInt = 2
+    expert_intermediate: PositiveInt = 128
     learning_rate: PositiveFloat = 2e-3
     batch: PositiveInt = 128
     accuracy_low: Fraction = 0.2

@@ -1,8 +1,8 @@
 """The maker of the quickstart's base model: half a million parameters, half a minute, no download.
 
-A fresh Qwen3 of the size of [model.tiny] learns the task's right answers by supervised learning and is stopped while
-it still gets most of them wrong: reinforcement learning has something to find, and something to improve. What decides
-is the accuracy of *sampled* answers, not of greedy ones: models of one greedy accuracy differed four-fold in the
+A fresh Qwen3, or with experts Qwen3-MoE, of the size of [model.tiny] learns the task's right answers by supervised
+learning and is stopped while it still gets most of them wrong: reinforcement learning has something to find, and
+something to improve. What decides is the accuracy of *sampled* answers, not of greedy ones: models of one greedy accuracy differed four-fold in the
 sampled one, and learned at that pace afterwards (measured).
 
     python -m trainer.tiny_model --config FILE     makes it unless it is there; the last line is its directory
@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import Config, ConfigError, TinyModelConfig, load_config
@@ -45,13 +51,14 @@ MIN_RATE = 1 / 64  # of the learning rate; when steps so small still jump over t
 LOCK_TIMEOUT_S = 900.0
 IGNORED = -100  # transformers' label for "no loss here"
 
+TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 Say = Callable[[str], None]
 
 
 class Made(NamedTuple):
     """What came out: the model, optimiser steps taken, accuracy at temperature 1 on fresh training instances."""
 
-    model: Qwen3ForCausalLM
+    model: TinyModel
     steps: int
     sampled_accuracy: float
 
@@ -76,26 +83,38 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(tiny: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 with weights drawn from the global random state, float32."""
+def new_model(tiny: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
+    """A Qwen3, or with experts a Qwen3-MoE, with weights drawn from the global random state, float32."""
     if tiny.hidden % tiny.heads or tiny.heads % tiny.kv_heads or (tiny.hidden // tiny.heads) % 2:
         raise ConfigError(
             f"[model.tiny] hidden = {tiny.hidden} must be an even multiple of heads = {tiny.heads}, and heads a "
             f"multiple of kv_heads = {tiny.kv_heads}"
         )
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=tiny.hidden,
-            intermediate_size=tiny.intermediate,
-            num_hidden_layers=tiny.layers,
-            num_attention_heads=tiny.heads,
-            num_key_value_heads=tiny.kv_heads,
-            head_dim=tiny.hidden // tiny.heads,
-            max_position_embeddings=MAX_POSITIONS,
-            tie_word_embeddings=False,
-            **special,
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": tiny.hidden,
+        "intermediate_size": tiny.intermediate,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.kv_heads,
+        "head_dim": tiny.hidden // tiny.heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    sizes |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    if not tiny.experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    if tiny.experts_per_token > tiny.experts:
+        raise ConfigError(
+            f"[model.tiny] experts_per_token = {tiny.experts_per_token} is above experts = {tiny.experts}"
+        )
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **sizes,
+            num_experts=tiny.experts,
+            num_experts_per_tok=tiny.experts_per_token,
+            moe_intermediate_size=tiny.expert_intermediate,
+            norm_topk_prob=True,
         )
     )
 
@@ -117,7 +136,7 @@ def training_ids(instance: Instance, tokenizer: Any) -> tuple[list[int], list[in
     return prompt, [*answer, tokenizer.eos_token_id]
 
 
-def answer_loss(model: Qwen3ForCausalLM, tokenizer: Any, batch: Sequence[Instance]) -> tuple[torch.Tensor, float]:
+def answer_loss(model: TinyModel, tokenizer: Any, batch: Sequence[Instance]) -> tuple[torch.Tensor, float]:
     """Mean negative log-probability of the answers' tokens, and the mean probability of whole answers: what sampling
     would get right, as far as no other answer is right too."""
     sequences = [training_ids(instance, tokenizer) for instance in batch]
@@ -133,9 +152,7 @@ def answer_loss(model: Qwen3ForCausalLM, tokenizer: Any, batch: Sequence[Instanc
 
 
 @torch.no_grad()
-def accuracy(
-    model: Qwen3ForCausalLM, tokenizer: Any, task: Task, instances: Sequence[Instance], *, sample: bool
-) -> float:
+def accuracy(model: TinyModel, tokenizer: Any, task: Task, instances: Sequence[Instance], *, sample: bool) -> float:
     """Mean reward of one completion for each instance: sampled at temperature 1 from the global random state, or
     greedy. Completions may be as long as the longest right answer."""
     sequences = [training_ids(instance, tokenizer) for instance in instances]

@@ -19,6 +19,7 @@ from async_rl.config import Config, ConfigError
 
 CACHE_VARIABLE = "ASYNC_RL_CACHE"
 RECIPE_VERSION = 1  # to be raised with every change in trainer/tiny_model.py that changes what comes out
+OF_EXPERTS = frozenset({"experts", "experts_per_token", "expert_intermediate"})  # they decide nothing of a dense model
 DECIDING_PACKAGES = ("torch", "transformers")  # another version may round, initialise or save otherwise
 
 
@@ -37,9 +38,10 @@ def tiny_recipe(config: Config) -> dict[str, Any]:
     """Everything that decides the made model, as plain values. Raises ConfigError without [model.tiny]."""
     if config.model.tiny is None:
         raise ConfigError("there is no table [model.tiny]: nothing says how to make a base model")
+    tiny = msgspec.to_builtins(config.model.tiny)
     return {
         "recipe": RECIPE_VERSION,
-        "tiny": msgspec.to_builtins(config.model.tiny),
+        "tiny": tiny if config.model.tiny.experts else {key: tiny[key] for key in tiny.keys() - OF_EXPERTS},
         "task": config.task,
         "packages": {name: _version(name) for name in DECIDING_PACKAGES},
     }

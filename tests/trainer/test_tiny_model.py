@@ -73,6 +73,28 @@ def test_a_made_model_loads_and_gets_about_what_its_recipe_says(tmp_path):
     assert not list(path.parent.glob("*.partial"))
 
 
+def test_with_experts_it_is_a_mixture_that_learns_and_uses_all_of_them(tmp_path):
+    wanted = config(experts=4, experts_per_token=2, expert_intermediate=32)
+    path = ensure_tiny_model(wanted, lambda line: None)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.config.model_type == "qwen3_moe"
+    chosen = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+    take = fresh_instances(load_task(TASK), "train")
+    answer_loss(model, AutoTokenizer.from_pretrained(path), take(64))
+    for layer in chosen:
+        assert layer.shape[1] == 2
+        assert len(layer.unique()) == 4
+
+
+def test_keys_of_experts_change_nothing_of_a_dense_model():
+    assert tiny_model_path(config()) == tiny_model_path(config(experts_per_token=3, expert_intermediate=16))
+    assert tiny_model_path(config(experts=4)) != tiny_model_path(config(experts=4, experts_per_token=3))
+    with pytest.raises(ConfigError, match="experts_per_token = 3 is above experts = 2"):
+        ensure_tiny_model(config(experts=2, experts_per_token=3), lambda line: None)
+
+
 def test_two_processes_at_once_make_it_once(tmp_path):
     file = tmp_path / "tiny.toml"
     tiny = "\n".join(f"{key} = {value}" for key, value in {**TINY, "accuracy_low": 0.01}.items())

@@ -62,9 +62,7 @@ class Work(NamedTuple):
         return self.own * self.shape.num_experts_per_tok * self.parallel.expert_tensor
 
 
-def micro_batch(
-    shape: ModelShape, parallel: ParallelConfig, ranks: Ranks, micro_batch_tokens: int, dtype: int
-) -> Work:
+def micro_batch(shape: ModelShape, parallel: ParallelConfig, ranks: Ranks, micro_batch_tokens: int, dtype: int) -> Work:
     """Of a micro-batch of so many tokens, padded to a multiple of the tensor ranks under `sequence`."""
     divisor = parallel.tensor if parallel.sequence else 1
     own = -(-micro_batch_tokens // divisor)
