@@ -2,8 +2,8 @@
 
 A fresh Qwen3, or with experts Qwen3-MoE, of the size of [model.tiny] learns the task's right answers by supervised
 learning and is stopped while it still gets most of them wrong: reinforcement learning has something to find, and
-something to improve. What decides is the accuracy of *sampled* answers, not of greedy ones: models of one greedy accuracy differed four-fold in the
-sampled one, and learned at that pace afterwards (measured).
+something to improve. What decides is the accuracy of *sampled* answers, not of greedy ones: models of one greedy
+accuracy differed four-fold in the sampled one, and learned at that pace afterwards (measured).
 
     python -m trainer.tiny_model --config FILE     makes it unless it is there; the last line is its directory
 """

@@ -116,9 +116,7 @@ class LoraShards(AdamW):
         writing = collect.ranks_that(bool(mine), self.model.device)
         try:
             if mine:
-                saved.write_shard(
-                    folder, dist.get_rank(), writing, mine, self.parameters, self.optimizer, self._config
-                )
+                saved.write_shard(folder, dist.get_rank(), writing, mine, self.parameters, self.optimizer, self._config)
         except Exception as raised:
             error = raised
         collect.agree(error, f"writing a part of checkpoint {folder}", self.model.device)
