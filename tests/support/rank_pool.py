@@ -1,7 +1,7 @@
 """Functions run on several ranks at once, over gloo on this machine.
 
-Ranks are forked from a server that has imported torch and megatron-core once (some ten seconds, for a whole test run);
-each rank is then there in a tenth of a second. Put many cases into one call all the same: groups cost time too.
+Ranks are forked from a server that has imported torch, megatron-core and our backend once (some ten seconds, for a
+whole test run); each rank is then there in a tenth of a second. Put many cases into one call all the same: groups cost time too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ("torch.distributed", "transformers.models.qwen3_moe.modeling_qwen3_moe", "megatron.core.models.gpt")
+PRELOAD = (
+    "torch.distributed",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "trainer.megatron.learnable",
+    "trainer.megatron.passes",
+)
 # Compiling is nothing for models this small; each rank would start compilers of its own. On the network of this
 # machine alone, whatever its host name resolves to.
 ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
