@@ -1,7 +1,8 @@
 """Functions run on several ranks at once, over gloo on this machine.
 
 Ranks are forked from a server that has imported torch, megatron-core and our backend once (some ten seconds, for a
-whole test run); each rank is then there in a tenth of a second. Put many cases into one call all the same: groups cost time too.
+whole test run); each rank is then there in a tenth of a second. Put many cases into one call all the same: groups cost
+time too.
 """
 
 from __future__ import annotations
