@@ -32,15 +32,27 @@ class Factors(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One linear layer of Megatron, and the projections that it is made of: their module paths in the adapter file.
-    `join` lays the outputs of all of them, [..., features] each, out as the layer does."""
+    """One linear layer of Megatron, and the projections that it is made of: their module paths in the adapter file, and
+    how many features each has here. Megatron lays them out in `groups`, one after the other: of attention a group's
+    queries, its key, its value. `by_rows`: W is cut by rows over the tensor ranks, not by columns."""
 
     layer: nn.Module
     projections: tuple[str, ...]
     widths: tuple[int, ...]
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    groups: int
     by_rows: bool
     expert: bool
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The layer's output [..., features] from that of each projection."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], dim=-1).flatten(-2)
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Each projection's part of the layer's output."""
+        by_group = whole.unflatten(-1, (self.groups, -1)).split([width // self.groups for width in self.widths], -1)
+        return [part.flatten(-2) for part in by_group]
 
 
 class Adapters:
@@ -102,33 +114,18 @@ def _attention(attention: Any, path: str) -> Iterator[Site]:
     ranks = attention.linear_qkv.tp_group.size()
     groups, heads = config.num_query_groups // ranks, config.num_attention_heads // ranks
     widths = tuple(count * config.kv_channels for count in (heads, groups, groups))
-
-    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron lays out a group after the other: its queries, its key, its value."""
-        by_group = [part.unflatten(-1, (groups, -1)) for part in parts]
-        return torch.cat(by_group, dim=-1).flatten(-2)
-
     names = tuple(f"{path}.{name}_proj" for name in "qkv")
-    yield Site(attention.linear_qkv, names, widths, join, by_rows=True, expert=False)
+    yield Site(attention.linear_qkv, names, widths, groups, by_rows=True, expert=False)
     out = (f"{path}.o_proj",)
-    yield Site(attention.linear_proj, out, (config.hidden_size,), _alone, by_rows=False, expert=False)
+    yield Site(attention.linear_proj, out, (config.hidden_size,), 1, by_rows=False, expert=False)
 
 
 def _mlp(mlp: Any, path: str, *, expert: bool) -> Iterator[Site]:
     half = mlp.linear_fc1.output_size_per_partition // 2
     names = (f"{path}.gate_proj", f"{path}.up_proj")
-    yield Site(mlp.linear_fc1, names, (half, half), _side_by_side, by_rows=True, expert=expert)
+    yield Site(mlp.linear_fc1, names, (half, half), 1, by_rows=True, expert=expert)
     out = (f"{path}.down_proj",)
-    yield Site(mlp.linear_fc2, out, (mlp.linear_fc2.output_size,), _alone, by_rows=False, expert=expert)
-
-
-def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts), dim=-1)
-
-
-def _alone(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    (only,) = parts
-    return only
+    yield Site(mlp.linear_fc2, out, (mlp.linear_fc2.output_size,), 1, by_rows=False, expert=expert)
 
 
 def _column(site: Site, parts: Sequence[Factors | None], x: torch.Tensor) -> torch.Tensor:

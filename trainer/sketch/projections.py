@@ -59,15 +59,15 @@ class Projections:
         total = torch.zeros(rank, rank, dtype=torch.float32, device=self._device)
         with whole_float32():
             for start in range(0, columns, GRAM_COLUMNS):
-                part = self._some(name, rank, start, min(start + GRAM_COLUMNS, columns)).float()
+                part = self.some(name, rank, start, min(start + GRAM_COLUMNS, columns)).float()
                 total += part @ part.T
         return total
 
-    def _some(self, name: str, rank: int, start: int, stop: int) -> torch.Tensor:
+    def some(self, name: str, rank: int, start: int, stop: int) -> torch.Tensor:
         """Signs of some columns, and not kept if they were not before."""
         kept = self._signs.get(name)
         return signs(self.key(name), rank, start, stop, self._device) if kept is None else kept[:, start:stop]
 
     def matrix(self, name: str, rank: int, columns: int) -> torch.Tensor:
         """A itself: float32 [rank, columns]."""
-        return self._some(name, rank, 0, columns).float() / math.sqrt(rank)
+        return self.some(name, rank, 0, columns).float() / math.sqrt(rank)

@@ -1,0 +1,157 @@
+"""Gradient sketches of a model on ranks: S = G Aᵀ of each projection, and steps taken on the parts of the weights.
+
+The algebra of kind "sketch" (docs/sketch.md) under tensor and expert ranks. A rank has the rows of S that it has of W.
+Where W is cut by rows it knows x whole; with sequence parallelism just its tokens, and P = x Aᵀ [tokens, rank] of all
+tokens is gathered, not x. Where W is cut by columns a rank knows these features of x, draws A's columns for them, and S
+is the sum over the tensor ranks; with sequence parallelism P is summed first, and each rank goes on with its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.autograd.function import once_differentiable
+
+from async_rl.policy.factors import Factors, apply_
+from trainer.kernels.sketching import accumulate_, project
+from trainer.megatron import collect
+from trainer.megatron.lora import Site, find_sites
+from trainer.megatron.model import ShardedModel
+from trainer.megatron.pieces import pieces as base_pieces
+from trainer.megatron.slices import SPLIT_BY_ROWS, Piece, Plan, locate, pieces, place_of
+from trainer.sketch.projections import Projections
+
+
+class Block(NamedTuple):
+    """A projection's sketch on this rank: `sketch` float32 [rows, rank] is the part `piece` of the whole one; `columns`
+    of A, first and one after the last, belong to what this rank knows of x; `key` is A's name, one for all experts."""
+
+    key: str
+    piece: Piece
+    columns: tuple[int, int]
+    sketch: torch.Tensor
+
+
+class ShardedSketches:
+    """Sketches the gradients of `plan`'s modules in every backward pass from now on; its rank is the sketches'.
+    `base_seed` draws the projections."""
+
+    def __init__(self, model: ShardedModel, plan: Plan, rank: int, base_seed: int) -> None:
+        self.model, self.rank = model, plan.rank
+        self.projections = Projections(base_seed, 0, model.device)
+        self.blocks = _blocks(plan, rank, model.device)
+        anchor = torch.zeros((), device=model.device, requires_grad=True)
+        for site in find_sites(model):
+            if any(path in self.blocks for path in site.projections):
+                site.layer.register_forward_hook(partial(self._hook, site, anchor))
+
+    def zero(self) -> None:
+        for block in self.blocks.values():
+            block.sketch.zero_()
+
+    def reduce(self) -> None:
+        """Once after the backward passes: then each rank's part is that of the whole batch's sketch."""
+        sketches = {name: block.sketch for name, block in self.blocks.items()}
+        collect.sum_over_ranks(sketches, self.pieces, self.model.groups)
+
+    def norm(self) -> float:
+        """Of all sketches together; the same number on every rank."""
+        sketches = {name: block.sketch for name, block in self.blocks.items()}
+        return collect.global_norm(sketches, self.pieces, self.model.device)
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        return {name: block.piece for name, block in self.blocks.items()}
+
+    @torch.no_grad()
+    def apply(self, factors: Mapping[str, Factors]) -> None:
+        """W <- W − s·T of float32 weights, for `factors` whole by module path (q [rows, rank], s [rows]): on every rank
+        its part, to the bits that one process would store."""
+        for piece in base_pieces(self.model):
+            module = piece.name.removesuffix(".weight")
+            if module not in self.blocks:
+                continue
+            first, left = piece.start
+            q, s = factors[module]
+            # Megatron lays attention out group by group, so a projection's rows here are blocks of rows.
+            for rows in piece.local.flatten(1, -2) if piece.local.dim() > 2 else piece.local[None]:
+                part = Factors(q[first : first + len(rows)], s[first : first + len(rows)])
+                key = self.projections.key(self.blocks[module].key)
+                apply_(rows, part, key, start=left, total_columns=piece.shape[1], first_row=first)
+                first += len(rows)
+
+    def _hook(
+        self, site: Site, anchor: torch.Tensor, layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        blocks = [self.blocks.get(path) for path in site.projections]
+        out, bias = output
+        with torch.no_grad():
+            x = inputs[0].flatten(0, -2)
+            projected = [_shared_by_ranks(site, self._project(block, x)) for block in blocks if block is not None]
+        return _Sketched.apply(out, anchor, site, blocks, *projected), bias
+
+    def _project(self, block: Block, x: torch.Tensor) -> torch.Tensor:
+        """√rank · x Aᵀ, of the features of x that are known here: [tokens, rank]."""
+        start, stop = block.columns
+        drawn = partial(self.projections.some, block.key, self.rank, start, stop)
+        return project(x, self.projections.key(block.key), self.rank, drawn, start=start)
+
+
+class _Sketched(torch.autograd.Function):
+    """Passes a layer's output on; backwards each projection's part of the gradient is added to its sketch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, anchor: torch.Tensor, site: Site, blocks: list[Block | None], *of: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.site, ctx.blocks = site, blocks
+        ctx.save_for_backward(*of)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors  # once: where a layer is computed again, asking does it
+        projected = iter(saved)
+        for block, part in zip(ctx.blocks, ctx.site.split(gradient), strict=True):
+            if block is not None:
+                rank = block.sketch.shape[1]
+                accumulate_(block.sketch, part.flatten(0, -2), next(projected), 1 / math.sqrt(rank))
+        return (gradient, None, None, None, *(None for _ in saved))
+
+
+def _shared_by_ranks(site: Site, projected: torch.Tensor) -> torch.Tensor:
+    """P for the tokens whose gradient this rank will be given."""
+    layer: Any = site.layer
+    if site.expert or layer.tp_group.size() == 1 or not layer.sequence_parallel:
+        return projected
+    if site.by_rows:
+        return gather_from_sequence_parallel_region(projected, group=layer.tp_group)
+    return reduce_scatter_to_sequence_parallel_region(projected, group=layer.tp_group)
+
+
+def _blocks(plan: Plan, rank: int, device: torch.device) -> dict[str, Block]:
+    """By module path. A part of S is like that of a B [rows, rank]; only where W is cut by columns it is a sum over the
+    tensor ranks in any case."""
+    held = pieces(plan, place_of(rank, plan.parallel))
+    blocks = {}
+    for module in {module for module, _ in held}:
+        a, b = held[module, "A"], held[module, "B"]
+        expert = locate(module).expert is not None
+        over = () if module.rpartition(".")[2] in SPLIT_BY_ROWS else ("expert_tensor" if expert else "tensor",)
+        piece = b._replace(name=module, sums=(*over, "expert_data" if expert else "data"))
+        key = re.sub(r"\.experts\.\d+\.", ".experts.", module)
+        sketch = torch.zeros(piece.local_shape, dtype=torch.float32, device=device)
+        blocks[module] = Block(key, piece, a.columns, sketch)
+    return dict(sorted(blocks.items()))
