@@ -49,6 +49,7 @@ POSITIONS = 160
 METRICS = (
     Metric("gap_differing", "mean |Δ log p| where routes differ, nats", "lower"),
     Metric("gap", "of all tokens", "lower"),
+    Metric("largest", "the largest", "lower"),
     Metric("tokens", "tokens that differ", "lower"),
     Metric("choices", "choices that differ", "lower"),
 )
@@ -203,6 +204,7 @@ class Measurement:
         return {
             "gap_differing": float(scored.gap[differ].mean()) if differ.any() else 0.0,
             "gap": float(scored.gap.mean()),
+            "largest": float(scored.gap.max()),
             "tokens": float(differ.mean()),
             "choices": float(scored.elsewhere.mean() / len(self._layers)),
         }
@@ -242,7 +244,6 @@ def settings_of(scale: Scale) -> list[str]:
         "algorithm.router_replay=rollout", "algorithm.surrogate=policy_gradient", "algorithm.treatment=uncorrected",
         "inference.dtype=bfloat16", f"inference.slots={scale.groups * scale.group_size}",
         f"inference.max_new_tokens={scale.new_tokens}", f"inference.max_context={POSITIONS - 1}",
-        'trainer.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',
     ]  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from async_rl.config import Config, ConfigError, config_from_table
+from async_rl.errors import AsyncRLError
 from async_rl.inference_config import OFFERED
+from inference.engine import Capabilities, EngineError
 from inference.engines import ENGINES, make_engine, sglang_arguments, vllm_arguments
 
 
@@ -46,3 +48,38 @@ def test_there_is_no_adapter_where_the_weights_change() -> None:
 def test_a_config_with_groups_makes_no_engine_before_one_is_chosen() -> None:
     with pytest.raises(ConfigError, match="choose one with --group NAME, of a, b"):
         make_engine(made({}, group=[{"name": "a"}, {"name": "b"}]), Path("m"))
+
+
+@pytest.mark.parametrize("replay", ["none", "rollout"])
+@pytest.mark.parametrize("engine", ["torch", "sglang"])
+def test_an_engine_is_asked_for_routes_where_the_trainer_replays_them(
+    engine: str, replay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def make(*_: Any, **options: Any) -> Any:
+        asked.update(options)
+        raise EngineError("enough")
+
+    monkeypatch.setattr("inference.torch_engine.TorchEngine", make)
+    monkeypatch.setattr("inference.sglang_engine.SglangServer", make)
+    table = {"model": {"path": "m"}, "task": {"kind": "digit_sort"}, "inference": {"engine": engine}}
+    with pytest.raises(EngineError, match="enough"):
+        make_engine(config_from_table(table | {"algorithm": {"router_replay": replay}}, "test.toml"), Path("m"))
+    assert asked["routes"] == (replay == "rollout")
+
+
+def test_an_engine_that_does_not_tell_routes_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        capabilities = Capabilities("torch", frozenset(["finish"]), 3, "span", 0.1)
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    silent = Silent()
+    monkeypatch.setitem(ENGINES, "torch", lambda *_: silent)  # type: ignore[arg-type,return-value]
+    table = {"model": {"path": "m"}, "task": {"kind": "digit_sort"}, "algorithm": {"router_replay": "rollout"}}
+    with pytest.raises(AsyncRLError, match='router_replay = "rollout": engine "torch" does not tell where tokens went'):
+        make_engine(config_from_table(table, "test.toml"), Path("m"))
+    assert silent.closed
