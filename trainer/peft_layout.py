@@ -8,8 +8,9 @@ factors for gate_up_proj and one for down_proj, with all experts in them:
     ….experts.base_layer.lora_B  [2f, 2r · experts]   gate's B and up's on a diagonal; column j · experts + e
     ….experts.lora_A, .lora_B                         of down_proj likewise, with r
 
-Gate and up have an A each, hence twice the rank, and twice alpha, which leaves the scale as it is. vLLM takes these
-stacked names for experts, too, or each expert's own, which `each_expert` gives; SGLang takes the latter.
+Gate and up have an A each, hence twice the rank, and twice alpha, which leaves the scale as it is. By their source,
+vLLM takes these stacked names for experts, too, or each expert's own, which `each_expert` gives; SGLang takes the
+latter, or of a shared-outer adapter stacks by projection (`for_sglang`). Of the three peft alone was run.
 """
 
 from __future__ import annotations
@@ -99,6 +100,20 @@ def each_expert(tensors: Mapping[str, torch.Tensor]) -> Tensors:
         for part, stack in parts.items():
             for expert, tensor in enumerate(stack.unbind()):
                 made[tensor_name(f"{path}.{expert}.{projection}", part)] = tensor
+    return dict(sorted(made.items()))
+
+
+def for_sglang(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Where experts share tensors, those of a projection as one: ….experts.gate_proj.lora_A [1, r, in] of what they
+    share, [experts, …] of what they do not; else the adapter as it is."""
+    modules = [module_of(name) for name in tensors]
+    if not any(each.path and each.expert is None for each in modules):
+        return dict(tensors)
+    made = {name: tensor for name, tensor in tensors.items() if not module_of(name).path}
+    for (path, projection), parts in stacks(tensors).items():
+        for part, stack in parts.items():
+            name = tensor_name(f"{path}.{projection}", part)
+            made[name] = tensors[name][None] if name in tensors else stack
     return dict(sorted(made.items()))
 
 

@@ -49,9 +49,7 @@ def _sketch(
             learns=True,
         )
         sketches.reduce()
-        parts = {
-            (name, *block.piece.rows): block.sketch.numpy().copy() for name, block in sketches.blocks.items()
-        }
+        parts = {(name, *block.piece.rows): block.sketch.numpy().copy() for name, block in sketches.blocks.items()}
         owned = {name for name, block in sketches.blocks.items() if block.piece.owns}
         norm = sketches.norm()
         sketches.apply({name: Factors(*map(torch.from_numpy, each)) for name, each in factors.items()})

@@ -20,7 +20,7 @@ from async_rl.policy.adapter import canonical_config, policy_digest, write_adapt
 from trainer.export import export
 from trainer.lora import adapter_config, attach_lora, write_peft_folder
 from trainer.merging import merge_adapter
-from trainer.peft_layout import each_expert, from_peft, shared_again
+from trainer.peft_layout import each_expert, for_sglang, from_peft, shared_again
 from trainer.targets import resolve_targets
 
 MIXED = {"mlp_only_layers": [0]}
@@ -101,6 +101,20 @@ def test_each_experts_own_names_are_understood_by_peft_too(tmp_path: Path, layou
         close(loaded(input_ids=IDS).logits, logits)
     read, found = from_peft(load_file(tmp_path / "adapter_model.safetensors"), table)
     assert policy_digest(read, found) == policy_digest(tensors, config)
+
+
+def test_sglang_has_what_experts_share_as_a_stack_of_one() -> None:
+    _, tensors, _, _ = made("qwen3_moe", {}, (), "shared_outer")
+    stacked = for_sglang(tensors)
+    path = "base_model.model.model.layers.1.mlp.experts"
+    assert {name.removeprefix(path): tuple(each.shape) for name, each in stacked.items() if name.startswith(path)} == {
+        ".gate_proj.lora_A.weight": (1, 4, 32), ".gate_proj.lora_B.weight": (4, 16, 4),
+        ".up_proj.lora_A.weight": (1, 4, 32), ".up_proj.lora_B.weight": (4, 16, 4),
+        ".down_proj.lora_A.weight": (4, 4, 16), ".down_proj.lora_B.weight": (1, 32, 4),
+    }  # fmt: skip
+    assert torch.equal(stacked[f"{path}.gate_proj.lora_B.weight"][2], tensors[f"{path}.2.gate_proj.lora_B.weight"])
+    apart = each_expert(tensors)
+    assert for_sglang(apart) == apart
 
 
 @pytest.mark.parametrize(("kind", "changes", "targets", "layout"), CASES)
