@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from async_rl.parallel_config import ParallelConfig
+from async_rl.parallel_config import ParallelConfig, check_parallel
 from async_rl.schema import ConfigError, Count, NonNegative, PositiveFloat, PositiveInt, Section, changed
 
 ExpertAdapters = Literal["each", "shared_outer"]
@@ -127,7 +127,18 @@ def describe_trainer(trainer: TrainerConfig) -> str:
     ranks = "".join(f", {name} {each}" for name, each in sorted(trainer.ranks.items()))
     control = f", at most {trainer.step_control.budget:g} nats a step" if trainer.step_control else ""
     rate = f"{rate_key(trainer).replace('_', ' ')} {peak_rate(trainer):g}"
-    return f"{trainer.kind} on {trainer.backend}{rank}{ranks}, {rate}{control}"
+    return f"{trainer.kind} on {_describe_backend(trainer)}{rank}{ranks}, {rate}{control}"
+
+
+def _describe_backend(trainer: TrainerConfig) -> str:
+    """As "megatron over 4 ranks (tensor 2 × pipeline 2, sequence)"."""
+    if trainer.backend == "torch":
+        return trainer.backend
+    parallel = trainer.parallel
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "data", "expert", "expert_tensor")}
+    table = " × ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items() if size > 1)
+    where = f" ({table}{', sequence' if parallel.sequence else ''})" if table else ""
+    return f"megatron over {parallel.ranks} rank{'s' if parallel.ranks > 1 else ''}{where}"
 
 
 def check_trainer(
@@ -140,11 +151,38 @@ def check_trainer(
         _check_one_copy(trainer.kind, in_flight, reference_kl, dtype, deterministic)
     if trainer.kind == "sketch":
         _check_sketch(trainer)
+    _check_backend(trainer)
     control = trainer.step_control
     if control is not None and control.final_budget > control.budget:
         raise ConfigError(
             f"[trainer.step_control] final_budget = {control.final_budget:g} is above budget = {control.budget:g}, "
             "from which a cosine leads down to it: lower it, or raise budget"
+        )
+
+
+def _check_backend(trainer: TrainerConfig) -> None:
+    check_parallel(trainer.parallel)
+    if trainer.backend == "torch":
+        if trainer.parallel != ParallelConfig():
+            raise ConfigError(
+                '[trainer.parallel] has no meaning with [trainer] backend = "torch", which trains on one process: '
+                'remove it, or set backend = "megatron"'
+            )
+        return
+    if trainer.kind != "lora":
+        raise ConfigError(
+            f'[trainer] backend = "megatron" trains kind = "lora" only, not "{trainer.kind}": change kind, or set '
+            'backend = "torch"'
+        )
+    if trainer.step_control is not None:
+        raise ConfigError(
+            '[trainer.step_control] is not offered with [trainer] backend = "megatron": remove it, or set backend = '
+            '"torch"'
+        )
+    if trainer.packing != "auto":
+        raise ConfigError(
+            f'[trainer] packing = "{trainer.packing}" has no meaning with backend = "megatron", which always packs: '
+            "remove it"
         )
 
 

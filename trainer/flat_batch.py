@@ -45,10 +45,16 @@ class Batch(NamedTuple):
 
 
 def flatten(
-    samples: Sequence[Sample], algorithm: AlgorithmConfig, vocabulary: int, dtype: torch.dtype, device: torch.device
+    samples: Sequence[Sample],
+    algorithm: AlgorithmConfig,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    divided: bool = True,
 ) -> Batch:
-    """Floating values in `dtype`. Raises AsyncRLError and FloatingPointError for a sample that cannot be trained,
-    naming its attempt."""
+    """Floating values in `dtype`. `divided`: of several ranks each is given its part of the batch. Raises AsyncRLError
+    and FloatingPointError for a sample that cannot be trained, naming its attempt."""
     rows, wanted = [], []
     for index, sample in enumerate(samples):
         places = np.flatnonzero(np.asarray(sample.mask) == MaskReason.SAMPLED)
@@ -76,7 +82,7 @@ def flatten(
     start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     k = algorithm.center_scores
     top = _top([samples[row] for row in rows], wanted, k, dtype, device) if k else None
-    return Batch(rows, wanted, start, data, batch_coefficients(attempt, group, algorithm), top)
+    return Batch(rows, wanted, start, data, batch_coefficients(attempt, group, algorithm, divided=divided), top)
 
 
 def _top(

@@ -47,6 +47,9 @@ except AsyncRLError as error:
 """
 PROBE_S = 60.0  # for an interpreter to start on a machine that is busy
 
+# What a trainer backend imports beyond that.
+BACKENDS = {"megatron": ("megatron", "triton")}
+
 # What each of run.trackers imports; their names are those of extras too.
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
@@ -61,6 +64,17 @@ def check_installed(pools: Iterable[str] = HOUSE) -> None:
                 f"pip install '.[{pool}]'"
             )
         check_house([pool])
+
+
+def check_backend(config: Config) -> None:
+    """Raises AsyncRLError when the trainer's backend is not installed here."""
+    missing = [name for name in BACKENDS.get(config.trainer.backend, ()) if find_spec(name) is None]
+    if missing:
+        raise AsyncRLError(
+            f'[trainer] backend = "{config.trainer.backend}" needs megatron-core and triton, and there is no '
+            f"{' and no '.join(missing)} here: in the checkout, `make test-megatron` installs both, or pip install "
+            "--no-deps --ignore-requires-python -c constraints.txt megatron-core triton"
+        )
 
 
 def check_engines(groups: Sequence[NodeGroup], task: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from async_rl.config import Config, with_group
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import NodeGroup, node_groups
 from async_rl.run.checks import (
+    check_backend,
     check_engines,
     check_installed,
     check_model,
@@ -48,6 +49,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
     groups = node_groups(config.inference)
     check_installed(["buffer", "trainer"])
+    check_backend(config)
     check_task(config)
     check_engines(groups, config.task)
     check_trackers(config)
@@ -120,6 +122,7 @@ def run_node(config: Config, out: Path, name: str, group: str, flags: Sequence[s
 def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Sequence[str], console: Console) -> int:
     """The trainer in the foreground."""
     check_installed(["trainer"])
+    check_backend(config)
     check_trackers(config)
     config = with_keys(config, "trainer")
     directory = RunDirectory.open(out)

@@ -42,6 +42,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     'a factor update cannot carry embeddings: set publish = "snapshots"': {"kind": "sketch", "train_embeddings": True},
     'snapshot_every has no meaning with publish = "snapshots"': SNAPSHOTS | {"snapshot_every": 7},
     "carry_momentum has no meaning with momentum = 0": {"kind": "sketch", "carry_momentum": False},
+    '[trainer.parallel] has no meaning with [trainer] backend = "torch"': {"parallel": {"data": 2}},
+    'backend = "megatron" trains kind = "lora" only, not "full"': {"kind": "full", "backend": "megatron"},
+    "[trainer.step_control] is not offered with": {"backend": "megatron", "step_control": {}},
+    'packing = "never" has no meaning with backend = "megatron"': {"backend": "megatron", "packing": "never"},
     "final_budget = 0.01 is above budget = 0.0002": {"step_control": {"final_budget": 0.01}},
 }  # fmt: skip
 
@@ -60,6 +64,7 @@ OTHER: dict[str, Any] = {
     "ranks": {"q_proj": 2}, "update_ratio": 1e-3, "redraw_every": 2, "momentum": 0.5, "carry_momentum": False,
     "publish": "snapshots", "snapshot_every": 9, "train_embeddings": True, "alpha": 8.0, "learning_rate": 1.0,
     "beta1": 0.5, "weight_decay": 0.1, "max_grad_norm": 2.0, "rank": 3, "targets": ["q_proj"],
+    "expert_adapters": "shared_outer",
 }  # fmt: skip
 
 
@@ -113,3 +118,12 @@ def test_only_a_sketch_publishes_what_was_added_to_the_weights() -> None:
 def test_unknown_keys_of_the_step_control_table_are_refused_too() -> None:
     with pytest.raises(ConfigError, match=r"unknown key `max_scal` in \[trainer.step_control\]: did you mean"):
         made(step_control={"max_scal": 2.0})
+
+
+def test_a_layout_is_told_in_a_line() -> None:
+    parallel = {"tensor": 2, "pipeline": 2, "sequence": True}
+    config = made(backend="megatron", parallel=parallel)
+    assert describe_trainer(config.trainer) == (
+        "lora on megatron over 4 ranks (tensor 2 × pipeline 2, sequence), rank 16, learning rate 0.0002"
+    )
+    assert describe_trainer(made(backend="megatron").trainer).startswith("lora on megatron over 1 rank,")

@@ -59,10 +59,14 @@ def _proximal(current: torch.Tensor, data: TokenData, algorithm: AlgorithmConfig
     return current.detach() if data.proximal is None else data.proximal
 
 
-def batch_coefficients(attempt: torch.Tensor, group: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:
+def batch_coefficients(
+    attempt: torch.Tensor, group: torch.Tensor, algorithm: AlgorithmConfig, *, divided: bool = True
+) -> torch.Tensor:
     """The weight of each trained token of the *whole* batch in its loss: float64 [n], from the attempt and the group of
-    each, int64 [n]. On several ranks each has its tokens, and the denominators are those of all ranks."""
-    of = over_ranks(denominators(attempt, group))
+    each, int64 [n]. On several ranks each has its tokens, and the denominators are those of all ranks; or, not
+    `divided`, each has all of them."""
+    of = denominators(attempt, group)
+    of = over_ranks(of) if divided else of
     return AGGREGATIONS[algorithm.aggregation](attempt, group, of, algorithm.aggregation_length)
 
 
