@@ -17,6 +17,7 @@ from trainer.adamw import AdamW
 
 SEQUENCE = {"tensor": 2, "sequence": True}
 SHARED = {"expert_adapters": "shared_outer"}
+SOME_EXPERTS = {"targets": ("o_proj", "up_proj", "down_proj")}
 SOME = {"targets": ("q_proj", "v_proj", "up_proj")}
 Layout = tuple[str, dict[str, Any], bool, dict[str, Any]]
 ON_TWO: list[Layout] = [
@@ -45,7 +46,7 @@ ON_FOUR: list[Layout] = [
     ("mixture", SEQUENCE | {"pipeline": 2, "expert": 2}, True, {}),
     ("mixture", SEQUENCE | {"data": 2, "expert": 2, "expert_tensor": 2}, False, {}),
     ("mixture", SEQUENCE | {"data": 2, "expert": 2, "expert_tensor": 2}, False, SHARED),
-    ("mixture", SEQUENCE | {"data": 2, "expert": 4}, True, {}),
+    ("mixture", SEQUENCE | {"data": 2, "expert": 4}, True, SOME_EXPERTS),
     ("leading", SEQUENCE | {"pipeline": 2, "expert_tensor": 2}, True, {}),
 ]
 

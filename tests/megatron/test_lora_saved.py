@@ -195,6 +195,24 @@ def test_the_canary_is_that_of_the_torch_backend(paths: dict[str, str], tmp_path
     assert ranks == [digests] * 4
 
 
+def test_an_adapter_is_float32_on_a_model_in_bfloat16(paths: dict[str, str], tmp_path: Path) -> None:
+    tensors = random_adapter(Path(paths["mixture"]), trainer_config())
+    payload = {"case": case_of(paths, "mixture", 0), "tensors": tensors, "folder": str(tmp_path)}
+    first, *others = run_ranks(4, "lora_ranks:half", payload)
+    assert all((each["loss"], each["norm"]) == (first["loss"], first["norm"]) for each in others)
+    assert first["dtypes"] == {"torch.float32"}
+    found, config = read_adapter(tmp_path / "adapter.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    base = AutoModelForCausalLM.from_pretrained(paths["mixture"], dtype=torch.bfloat16)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
+    scale = config["lora_alpha"] / config["r"]
+    name = "model.layers.1.self_attn.k_proj"
+    b, a = (found[f"base_model.model.{name}.lora_{part}.weight"] for part in "BA")
+    wanted = base.get_parameter(f"{name}.weight").float() + scale * (b @ a)
+    assert ((merged.get_parameter(f"{name}.weight") - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
+
+
 def test_files_that_are_not_whole_are_refused_by_every_rank(
     chains: dict[str, Any], folder: Path, paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -215,6 +233,7 @@ def test_files_that_are_not_whole_are_refused_by_every_rank(
     payload = {"case": case_of(paths, "mixture", 1), "folders": folders}
     ranks = run_ranks(4, "lora_ranks:refuse", payload)
     said = ranks[0]
+    assert all(each[name] == said[name] or f"rank 0: {said[name]}" in each[name] for each in ranks for name in said)
     assert all(each.keys() == {Path(each).name for each in folders} for each in ranks)
     assert f"{shards[1]} is missing" in said["missing"]
     assert "cannot be read" in said["cut"]

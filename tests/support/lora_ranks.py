@@ -99,13 +99,19 @@ class OneProcess:
 class OnRanks:
     """A rank's part of a model and its adapter."""
 
-    def __init__(self, path: str, parallel: dict[str, Any], recompute: bool, trainer: dict[str, Any]) -> None:
+    def __init__(
+        self, path: str, parallel: dict[str, Any], recompute: bool, trainer: dict[str, Any], dtype: str = "float32"
+    ) -> None:
         from trainer.megatron import groups, model
         from trainer.megatron.learnable import LoraShards
+        from trainer.megatron.slices import Place, place_of
 
         self.parallel = ParallelConfig(**parallel)
         groups.begin(self.parallel, CPU)
-        self.model = model.build(path, self.parallel, dtype=torch.float32, device=CPU, recompute=recompute)
+        self.model = model.build(path, self.parallel, dtype=getattr(torch, dtype), device=CPU, recompute=recompute)
+        pg = self.model.groups
+        place = Place(*(each.rank() for each in (pg.pp, pg.tp, pg.dp, pg.expt_tp, pg.ep, pg.expt_dp)))
+        assert place == place_of(dist.get_rank(), self.parallel)
         self.learnable = LoraShards(self.model, trainer_config(**trainer), SEED, path)
 
     def close(self) -> None:
@@ -238,6 +244,22 @@ def _step(ranks: OnRanks) -> tuple[float, float]:
     loss, norm = ranks.loss(), ranks.learnable.norm()
     ranks.learnable.move(norm, 1e-3)
     return loss, norm
+
+
+def half(payload: dict[str, Any]) -> dict[str, Any]:
+    """On a base in bfloat16: loss and norm at `tensors`, the dtypes of what learns and of what is exported, and the
+    merged model in `folder`."""
+    ranks = OnRanks(**payload["case"], dtype="bfloat16")
+    try:
+        ranks.put(payload["tensors"])
+        loss, norm = _step(ranks)
+        learnable = ranks.learnable
+        dtypes = {str(each.dtype) for each in learnable.parameters.values()}
+        learnable.export(Path(payload["folder"]) / "adapter.safetensors")
+        learnable.export_merged(Path(payload["folder"]) / "merged")
+        return {"loss": loss, "norm": norm, "dtypes": dtypes}
+    finally:
+        ranks.close()
 
 
 def refuse(payload: dict[str, Any]) -> dict[str, str]:

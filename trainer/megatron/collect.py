@@ -90,26 +90,38 @@ def ranks_that(is_so: bool, device: torch.device) -> list[int]:
 
 
 def agree(error: Exception | None, what: str, device: torch.device) -> None:
-    """Raises on every rank when there is an error on one: its own where it is, else AsyncRLError that names the first
-    rank that has one. `what` says what was tried."""
+    """Raises on every rank when there is an error on one: its own where it is, else AsyncRLError that says which rank
+    was the first to have one, and which. `what` says what was tried."""
     ranks = dist.get_world_size()
-    failed = torch.full((1,), ranks if error is None else dist.get_rank(), dtype=torch.int64, device=device)
-    dist.all_reduce(failed, dist.ReduceOp.MIN)
+    first = torch.full((1,), ranks if error is None else dist.get_rank(), dtype=torch.int64, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    rank = int(first)
+    if rank == ranks:
+        return
+    said = _from_rank(rank, str(error).encode(), device).decode(errors="replace")
     if error is not None:
         raise error
-    if int(failed) < ranks:
-        raise AsyncRLError(f"{what} failed on rank {int(failed)}: its log says why")
+    raise AsyncRLError(f"{what} failed on rank {rank}: {said}")
+
+
+def _from_rank(rank: int, message: bytes, device: torch.device) -> bytes:
+    """The message that this rank has, on every rank."""
+    size = torch.tensor([len(message)], device=device)
+    dist.broadcast(size, rank)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if dist.get_rank() == rank and message:
+        data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    dist.broadcast(data, rank)
+    return data.cpu().numpy().tobytes()
 
 
 def on_rank_0(make: Callable[[], str], what: str, device: torch.device) -> str:
-    """What `make` returns on rank 0, a digest in hex (64 digits), on every rank. Raises on all when it raises there."""
-    digest, error = "0" * 64, None
+    """What `make` returns on rank 0, on every rank. Raises on all when it raises there."""
+    digest, error = "", None
     if dist.get_rank() == 0:
         try:
             digest = make()
         except Exception as raised:
             error = raised
     agree(error, what, device)
-    data = torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8).to(device)
-    dist.broadcast(data, 0)
-    return data.cpu().numpy().tobytes().hex()
+    return _from_rank(0, digest.encode(), device).decode()
