@@ -239,14 +239,20 @@ def batch_bytes(config: Config) -> int:
 
 def model_routes(config: Config) -> RouteShape:
     """Of the configured model. Raises ConfigError when it has no experts, or its config.json is not here."""
-    return read_route_shape(Path(config.model.path))
+    return read_route_shape(_model_path(config))
+
+
+def _model_path(config: Config) -> Path:
+    from async_rl.run.model_cache import model_path  # which knows a config
+
+    return model_path(config)
 
 
 def _least_capacity(config: Config) -> int:
-    """`batch_bytes`, or 0 on a machine without the model on which that depends: the buffer's, which reserves by it,
-    must have its config.json."""
-    has_model = (Path(config.model.path) / "config.json").is_file()
-    return batch_bytes(config) if config.algorithm.router_replay != "rollout" or has_model else 0
+    """`batch_bytes`, or 0 where that depends on a model that is not here (or not made yet): the buffer, which reserves
+    by it, must have its config.json."""
+    sends_routes = config.algorithm.router_replay == "rollout"
+    return 0 if sends_routes and not (_model_path(config) / "config.json").is_file() else batch_bytes(config)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
