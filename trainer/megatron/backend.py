@@ -20,28 +20,34 @@ import torch.distributed as dist
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
+from async_rl.routes import UNKNOWN
+from async_rl.schema import ConfigError
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.tokens import floored
 from trainer.backend import Sample, StepResult
 from trainer.balance import attention_share, balance
 from trainer.canary import Canary
 from trainer.flat_batch import Batch, flatten, unflatten
+from trainer.head import Mixture
 from trainer.logprobs import PAD, Rows, packed_rows
 from trainer.megatron import groups, passes
 from trainer.megatron.learnable import LoraShards, skeleton
 from trainer.megatron.model import build
-from trainer.megatron.settings import head_size
+from trainer.megatron.replay import Counts, Trace
+from trainer.megatron.settings import head_size, sparse_layers
 from trainer.push_sizes import push_sizes
+from trainer.route_rows import missing_share
 from trainer.stepping import Accumulated, Gathered, Stepping
 
 
 class MicroBatch(NamedTuple):
-    """What a rank's copy of the model computes at once: packed rows, and the places of their wanted tokens in the flat
-    arrays of the whole batch: int64 [n]. Without any it is a sequence that counts for nothing, as the other copies
-    compute one that does."""
+    """What a rank's copy of the model computes at once: packed rows, the places of their wanted tokens in the flat
+    arrays of the whole batch: int64 [n], and the sequences (their places in what was dealt out). Without any it is a
+    sequence of which nothing is wanted, as the other copies compute one that counts."""
 
     rows: Rows
     where: torch.Tensor
+    members: Sequence[int]
 
     @property
     def empty(self) -> bool:
@@ -75,12 +81,30 @@ class MegatronBackend(Stepping):
         self.model = build(
             model_path, trainer.parallel, dtype=kind, device=device, recompute=trainer.activation_checkpointing
         )
+        self._check_algorithm()
         self.learnable: LoraShards = LoraShards(self.model, trainer, seed, str(model_path))
         self.push_sizes = push_sizes(skeleton(self.model.config).to(kind), trainer)
         self.vocabulary_size = int(self.model.config.vocab_size)
         self.dtype = torch.promote_types(kind, torch.float32)
         self._attention_share = _attention_share(self.model.config)
         self._imbalance = 1.0
+        self._counts: list[Counts] = []
+
+    def _check_algorithm(self) -> None:
+        algorithm, config = self.algorithm, self.model.config
+        if algorithm.center_scores > config.vocab_size:
+            raise ConfigError(
+                f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has "
+                f"{config.vocab_size} tokens, so at most these"
+            )
+        if self._replays and not any(sparse_layers(config)):
+            raise ConfigError(
+                f'[algorithm] router_replay = "{algorithm.router_replay}": the model has no experts: set it to "none"'
+            )
+
+    @property
+    def _replays(self) -> bool:
+        return self.algorithm.router_replay != "none"
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -95,6 +119,7 @@ class MegatronBackend(Stepping):
     def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
         """See `Stepping.step`. One more metric: `rank_imbalance`, what the busiest copy of the model computed in units
         of the mean."""
+        self._counts = []
         result = super().step(samples, rate)
         result.metrics["rank_imbalance"] = self._imbalance
         return result
@@ -108,13 +133,22 @@ class MegatronBackend(Stepping):
         if gathered.asks_reference:
             self._reference_pass(share, gathered.put_reference)
 
-        def loss_of(index: int, logprobs: torch.Tensor) -> torch.Tensor:
+        def loss_of(index: int, logprobs: torch.Tensor, expected: torch.Tensor | None = None) -> torch.Tensor:
             where = share[index].where
             if share[index].empty:
                 return logprobs.new_zeros(())
-            return gathered.loss(floored(logprobs), batch.data.at(where), where)
+            data = batch.data.at(where)
+            if expected is not None:
+                data = data._replace(expected=expected)
+            return gathered.loss(floored(logprobs), data, where)
 
-        self._run(share, loss_of, self.temperature, learns=torch.is_grad_enabled())
+        learns = torch.is_grad_enabled()
+        trace = self._run(share, loss_of, self.temperature, learns=learns, top=batch.top, replays=self._replays)
+        if gathered.routes is not None and trace is not None:
+            for each, flat in zip(share, trace.routes(self.model), strict=True):
+                if not each.empty:
+                    gathered.put_routes([batch.rows[row] for row in each.members], flat, each.rows.spans)
+            self._share_routes(samples, batch, gathered.routes)
         found = [gathered.total, gathered.learning, gathered.proximal]
         if gathered.asks_reference and gathered.reference is not None:
             found.append(gathered.reference)
@@ -124,14 +158,16 @@ class MegatronBackend(Stepping):
     def _reference_pass(self, share: Sequence[MicroBatch], put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Log-probabilities of a share under the base model, to where they belong."""
         with self.learnable.off():
-            self._read(share, lambda where, logprobs: put(where, floored(logprobs)), self.temperature)
+            take = self._take(share, lambda where, logprobs: put(where, floored(logprobs)))
+            self._run(share, take, self.temperature, learns=False, replays=self._replays)
 
     def _share_of_batch(self, samples: Sequence[Sample], batch: Batch) -> list[MicroBatch]:
         """The micro-batches of this rank's copy of the model."""
         lengths = [int(places[-1]) for places in batch.wanted]
         dealt = self._deal(lengths, [samples[row].attempt for row in batch.rows])
         tokens = [samples[index].tokens for index in batch.rows]
-        return [self._micro_batch(members, tokens, batch.wanted, batch.start) for members in dealt]
+        routes = [samples[index].routes for index in batch.rows] if self._replays else []
+        return [self._micro_batch(members, tokens, batch.wanted, batch.start, routes) for members in dealt]
 
     def _deal(self, lengths: Sequence[int], attempts: Sequence[int]) -> list[list[int]]:
         data = self.model.groups.dp
@@ -145,31 +181,86 @@ class MegatronBackend(Stepping):
         tokens: Sequence[npt.NDArray[np.int32]],
         wanted: Sequence[npt.NDArray[np.intp]],
         start: npt.NDArray[np.int64],
+        routes: Sequence[npt.NDArray[np.int16] | None] = (),
     ) -> MicroBatch:
-        """`start` says where each sequence's wanted tokens begin in the flat arrays."""
+        """`start` says where each sequence's wanted tokens begin in the flat arrays; `routes` where each one's tokens
+        are to go, if they are replayed."""
         if not members:
             nothing = np.full(2, PAD, np.int32)
             rows = packed_rows([nothing], [np.array([1])], self.device)
-            return MicroBatch(rows, torch.zeros(0, dtype=torch.int64, device=self.device))
-        rows = packed_rows([tokens[row] for row in members], [wanted[row] for row in members], self.device)
+            rows = rows._replace(position=rows.position[:0], target=rows.target[:0])
+            return MicroBatch(rows, torch.zeros(0, dtype=torch.int64, device=self.device), members)
+        theirs = [routes[row] for row in members] if routes else ()
+        rows = packed_rows([tokens[row] for row in members], [wanted[row] for row in members], self.device, theirs)
         where = np.concatenate([np.arange(start[row], start[row + 1]) for row in members])
-        return MicroBatch(rows, torch.from_numpy(where).to(self.device))
+        return MicroBatch(rows, torch.from_numpy(where).to(self.device), members)
 
-    def _read(
-        self, share: Sequence[MicroBatch], put: Callable[[torch.Tensor, torch.Tensor], None], temperature: float
-    ) -> None:
-        """A pass that nothing is learned from: `put` is told of places and their log-probabilities, in the last
+    def _take(
+        self, share: Sequence[MicroBatch], put: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> Callable[[int, torch.Tensor], None]:
+        """For a pass that nothing is learned from: `put` is told of places and their log-probabilities, in the last
         stage."""
 
-        def take(index: int, logprobs: torch.Tensor) -> torch.Tensor:
+        def take(index: int, logprobs: torch.Tensor) -> None:
             if not share[index].empty:
                 put(share[index].where, logprobs)
-            return logprobs
 
-        self._run(share, take, temperature, learns=False)
+        return take
 
-    def _run(self, share: Sequence[MicroBatch], loss_of: passes.LossOf, temperature: float, *, learns: bool) -> None:
-        passes.run(self.model, [each.rows for each in share], loss_of, temperature=temperature, learns=learns)
+    def _run(
+        self,
+        share: Sequence[MicroBatch],
+        loss_of: passes.LossOf,
+        temperature: float,
+        *,
+        learns: bool,
+        top: Mixture | None = None,
+        replays: bool = False,
+    ) -> Trace | None:
+        """`passes.run`; with `replays` what it tells of routes, which is counted too."""
+        trace = Trace() if replays else None
+        passes.run(
+            self.model,
+            [each.rows for each in share],
+            loss_of,
+            temperature=temperature,
+            learns=learns,
+            mixtures=None if top is None else [top.at(each.where) for each in share],
+            trace=trace,
+        )
+        if trace is not None:
+            self._counts.append(trace.counts(self.model))
+        return trace
+
+    def _share_routes(
+        self, samples: Sequence[Sample], batch: Batch, routes: list[npt.NDArray[np.int16] | None]
+    ) -> None:
+        """In place: where the tokens went that other copies of the model computed, from them."""
+        config = self.model.config
+        ends = np.cumsum([0, *(len(samples[index].tokens) for index in batch.rows)])
+        shape = (int(ends[-1]), config.num_hidden_layers, config.num_experts_per_tok)
+        flat = np.full(shape, UNKNOWN, np.int32)  # gloo knows no int16
+        for index, start, end in zip(batch.rows, ends, ends[1:], strict=False):
+            if (found := routes[index]) is not None:
+                flat[start:end] = found
+        whole = torch.from_numpy(flat).to(self.device)
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self.model.groups.dp)
+        flat = whole.cpu().numpy()
+        for index, start, end in zip(batch.rows, ends, ends[1:], strict=False):
+            routes[index] = flat[start:end].astype(np.int16)
+
+    def _replay_metrics(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
+        if not self._replays:
+            return {}
+        counts = self._counts
+        lengths = [int(places[-1]) for places in batch.wanted]
+        layers = np.flatnonzero(sparse_layers(self.model.config)).tolist()
+        metrics = {"replay_missing": missing_share([samples[row].routes for row in batch.rows], lengths, layers)}
+        known, tokens = sum(each.known for each in counts), sum(each.tokens for each in counts)
+        if known:
+            metrics["replay_changed"] = sum(each.changed for each in counts) / known
+            metrics["replay_changed_tokens"] = sum(each.changed_tokens for each in counts) / tokens
+        return metrics
 
     def _put_together(self, tensors: Sequence[torch.Tensor]) -> None:
         """In place: the last stage's, summed over the copies of the model, on every rank."""
@@ -204,7 +295,7 @@ class MegatronBackend(Stepping):
         dealt = self._deal(lengths, range(len(long)))
         share = [self._micro_batch(members, long, wanted, start) for members in dealt]
         flat = torch.zeros(int(start[-1]), dtype=self.dtype, device=self.device)
-        self._read(share, partial(_put, flat), temperature)
+        self._run(share, self._take(share, partial(_put, flat)), temperature, learns=False)
         self._put_together([flat])
         ends = np.cumsum([max(len(sequence) - 1, 0) for sequence in tokens])
         return np.split(flat.float().cpu().numpy(), ends[:-1]) if len(tokens) else []
