@@ -10,7 +10,8 @@ No megatron-core here: `async-rl export` reads these files on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,15 +247,15 @@ def _tile(path: Path, key: str, offset: Pair, shape: tuple[int, ...]) -> Tile:
     return Tile(path, key, (offset[0], offset[0] + shape[0]), (offset[1], offset[1] + shape[1]))
 
 
-def _check_tiles(folder: Path, name: str, shape: Pair, tiles: Iterable[Tile]) -> None:
-    """They cover the tensor, each element once."""
-    covered = torch.zeros(shape, dtype=torch.uint8)
+def _check_tiles(folder: Path, name: str, shape: Pair, tiles: Sequence[Tile]) -> None:
+    """They cover the tensor, each element once: none leaves it, no two overlap, and together they have its size."""
     for tile in tiles:
         for (first, last), size in zip((tile.rows, tile.columns), shape, strict=True):
             if not 0 <= first <= last <= size:
                 raise AsyncRLError(f"checkpoint {folder}: {tile.key} of {tile.path.name} is not inside of {shape}")
-        covered[slice(*tile.rows), slice(*tile.columns)] += 1
-    if not bool((covered == 1).all()):
+    twice = any(_overlap(a.rows, b.rows) and _overlap(a.columns, b.columns) for a, b in combinations(tiles, 2))
+    size = sum((tile.rows[1] - tile.rows[0]) * (tile.columns[1] - tile.columns[0]) for tile in tiles)
+    if twice or size != shape[0] * shape[1]:
         raise AsyncRLError(f"checkpoint {folder}: the parts of {name} do not make up the whole tensor {shape}")
 
 
