@@ -8,6 +8,7 @@ with the exit code that asks for another start (`EXIT_AGAIN`) where that may hel
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,10 +61,11 @@ class Child:
 
 class Children:
     """`arguments` are each rank's command line after the interpreter, `logs` the folder of NAME-rankN.log, None for the
-    terminal. `failure` says what a rank failed of while the others are in the same call, "" if none did. To be used
+    terminal; `folder` is where they meet, which goes with them. To be used
     from the main thread: the kernel ends children with the thread that started them."""
 
-    def __init__(self, arguments: Sequence[Sequence[str]], name: str, logs: Path | None) -> None:
+    def __init__(self, arguments: Sequence[Sequence[str]], name: str, logs: Path | None, folder: Path) -> None:
+        self._folder = folder
         self._ending = threading.Event()
         self._last_words = threading.Lock()
         self._children: list[Child] = []
@@ -77,7 +79,8 @@ class Children:
             raise
 
     def watch(self, failure: Callable[[], str]) -> None:
-        """From now on, a rank that is lost ends this process."""
+        """From now on, a rank that is lost ends this process. `failure` says what a rank failed of while the others are
+        in the same call, "" if none did."""
         threading.Thread(target=self._watch, args=(failure,), name="ranks", daemon=True).start()
 
     def lost(self, error: Exception) -> NoReturn:
@@ -133,6 +136,7 @@ class Children:
             time.sleep(2 * END_S)
         print(f"error: {' '.join(words.split())}", file=sys.stderr, flush=True)
         self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(code)
 
 

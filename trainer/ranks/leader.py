@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ from trainer.ranks.children import Children
 from trainer.ranks.place import Place, check_world, torchrun_place
 
 FOLLOWER = "trainer.ranks.follower"
+MEETING = ".ranks-"
 STORE_S = 1.0  # between looks at what a rank may have failed of
 
 log = logging.getLogger("trainer")
@@ -136,20 +138,30 @@ def leading(
     """The ranks of [trainer.parallel] as one backend: this process is rank 0, and starts the others on this machine as
     the module or file `follower`, unless torchrun has. They log to `logs`/NAME-rankN.log, or to the terminal. `build`
     makes the backend of this rank, `follower` knows that of its own. Raises AsyncRLError."""
-    with tempfile.TemporaryDirectory(prefix="async-rl-ranks-") as folder:
-        place = torchrun_place() or Place(0, config.trainer.parallel.ranks, 0, Path(folder) / "meeting")
+    with _meeting_place(logs) as folder:
+        place = torchrun_place() or Place(0, config.trainer.parallel.ranks, 0, folder / "meeting")
         check_world(place, config.trainer.parallel)
         lines = []
         if place.meeting is not None:
-            path = Path(folder) / "config.toml"
+            path = folder / "config.toml"
             path.write_text(tomli_w.dumps(config_table(config)), encoding="utf-8")
             others = [place._replace(rank=rank, local=rank) for rank in range(1, place.world)]
             lines = [_line(follower, path, model_path, f"{name}-rank{other.rank}", other) for other in others]
-        children = Children(lines, name, logs)
+        children = Children(lines, name, logs, folder)
         try:
             yield from _lead(config, place, children, build)
         finally:
             children.kill()
+
+
+@contextmanager
+def _meeting_place(logs: Path | None) -> Iterator[Path]:
+    """A folder of this process's life: in the run's directory, where what a killed one left is taken away, too."""
+    run = logs.parent if logs is not None else None
+    for left in run.glob(f"{MEETING}*") if run is not None else ():
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=MEETING, dir=run) as folder:
+        yield Path(folder)
 
 
 def _lead(config: Config, place: Place, children: Children, build: Build) -> Iterator[LeadBackend]:

@@ -1,0 +1,124 @@
+"""Whole runs whose trainer is four processes: services, two nodes, and a model that is spread over ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import real_runs
+from real_runs import Shell, wait_for
+
+pytestmark = pytest.mark.timeout(480)
+
+MEGATRON = ("--set", "trainer.backend=megatron")
+DENSE = (*MEGATRON, "--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.pipeline=2")
+MIXTURE = (
+    *MEGATRON, "--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.sequence=true",
+    "--set", "trainer.parallel.data=2", "--set", "trainer.parallel.expert=2",
+    "--set", "model.tiny.layers=2", "--set", "model.tiny.experts=8", "--set", "model.tiny.experts_per_token=2",
+    "--set", "model.tiny.expert_intermediate=128",
+)  # fmt: skip
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    yield made
+    made.close()
+
+
+def check_finished(run: Path, steps: int) -> None:
+    """What must hold of every run that ended well."""
+    summary = real_runs.summary(run)
+    ledger = summary["ledger"]
+    assert summary["steps"] == steps
+    assert ledger["leased"] + ledger["ready"] + ledger["batched"] == 0
+    assert ledger["issued"] == ledger["trained"] + sum(ledger["dropped"].values())
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    assert left_of(run) == []
+
+
+def left_of(run: Path) -> list[int]:
+    """Processes of a run, its ranks included: each names the run's directory, or logs into it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "pid"]):
+        line = process.info["cmdline"] or ()
+        if str(run) in line or ("trainer.ranks.follower" in line and _logs_into(process, run)):
+            found.append(process.info["pid"])
+    return found
+
+
+def rank_of(run: Path, rank: int) -> psutil.Process:
+    """The process that is this rank of the run's trainer."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or ()
+        if f"trainer-rank{rank}" in line and _logs_into(process, run):
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+def _logs_into(process: psutil.Process, run: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1").startswith(str(run))
+    except OSError:
+        return False
+
+
+def versions(run: Path) -> int:
+    return len(real_runs.records(run)) if (run / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.parametrize("layout", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_reward_rises_when_a_model_over_four_ranks_learns(shell: Shell, layout: tuple[str, ...]) -> None:
+    run = shell.folder / "learns"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run), *layout,
+        "--set", "run.steps=50", "--set", "run.eval_every=50", "--set", "run.eval_samples=256",
+        "--set", "buffer.groups_per_step=16", "--set", "inference.slots=128", timeout=280,
+    )  # fmt: skip
+    assert code == 0, output
+    check_finished(run, steps=50)
+    summary = real_runs.summary(run)
+    rewards = [record["reward"] for record in real_runs.records(run)]
+    first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
+    # 1,280 samples at each end, so a standard error below 0.015.
+    assert last >= first + 0.05, (first, last)
+    assert summary["staleness"]["mean"] > 0
+    assert {path.name for path in (run / "logs").glob("trainer*")} == {
+        "trainer.log", "trainer-rank1.log", "trainer-rank2.log", "trainer-rank3.log"
+    }  # fmt: skip
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint_and_nothing_else(shell: Shell) -> None:
+    run = shell.folder / "killed"
+    process = shell.start("run", str(shell.config), "--out", str(run), *DENSE, "--set", "run.steps=30")
+    wait_for(lambda: versions(run) >= 5 and any((run / "checkpoints").glob("v*")), 200, "five steps")
+    first = rank_of(run, 2)
+    others = [rank_of(run, rank).pid for rank in (1, 3)]
+    os.kill(first.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    check_finished(run, steps=30)
+    assert not any(psutil.pid_exists(pid) for pid in others)
+    launcher = (run / "logs" / "launcher.log").read_text()
+    assert "trainer could not go on (rank 2 was killed by SIGKILL; log: " in launcher
+    assert "resuming from version" in (run / "logs" / "trainer.log").read_text()
+    steps = [record["step"] for record in real_runs.records(run)]
+    assert steps == list(range(30))
+    assert not list(run.glob(".ranks-*"))
+
+
+def test_a_layout_that_does_not_fit_the_model_is_one_error(shell: Shell) -> None:
+    run = shell.folder / "wrong"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run), *MEGATRON, "--set", "trainer.parallel.tensor=3", timeout=200
+    )
+    assert code == 1
+    assert "trainer failed (exit 1): [trainer.parallel] tensor = 3" in output, output
+    assert "Traceback" not in output
+    assert left_of(run) == []
