@@ -47,7 +47,7 @@ RATE = 5e-4  # of the four steps: that of LoRA on small models, as docs/stalenes
 POSITIONS = 160
 
 METRICS = (
-    Metric("gap_differing", "mean |Δ log p| where routes differ, nats", "lower"),
+    Metric("gap_differing", "mean abs. Δ log p where routes differ, nats", "lower"),
     Metric("gap", "of all tokens", "lower"),
     Metric("largest", "the largest", "lower"),
     Metric("tokens", "tokens that differ", "lower"),
