@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import TrainerConfig
-from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import policy_digest, write_adapter
 from trainer.adamw import AdamW
 from trainer.adapter_init import dense_a, expert_a
@@ -49,8 +48,7 @@ log = logging.getLogger("trainer")
 class LoraShards(AdamW):
     """`trainer.learnable.Learnable`, but for what step control needs of one; every method is called on all ranks at
     once. `parameters` are this rank's parts, by the names of the adapter file; float32, or what is wider if the base
-    is. A fresh adapter is the torch backend's, bit for bit. Raises TargetError,
-    LoraError and SliceError."""
+    is. A fresh adapter is the torch backend's, bit for bit. Raises TargetError, LoraError and SliceError."""
 
     has_base = True
     rounds = False
@@ -135,7 +133,7 @@ class LoraShards(AdamW):
         try:
             counters = read_counters(folder, "lora")
             state = saved.read_state(folder, self.pieces.values(), whole(self.plan), self._config)
-        except AsyncRLError as raised:
+        except Exception as raised:
             error = raised
         collect.agree(error, f"reading checkpoint {folder}", self.model.device)
         assert counters is not None
@@ -153,7 +151,8 @@ class LoraShards(AdamW):
     # --- proof -------------------------------------------------------------------------------------------------------
 
     def canary(self, path: Path, seed: int, score: Callable[[], Scores]) -> Canary:
-        """See the backend's; `score` gives the probe's log-probabilities under the weights as they are."""
+        """See the backend's; `score` gives the probe's log-probabilities under the weights as they are, the same on
+        every rank: they decide how strong the noise is."""
         norms, shapes = self._base_norms(), whole(self.plan)
 
         def fill(strength: float) -> None:
