@@ -24,7 +24,8 @@ def test_the_mixture_quickstart_learns_on_one_process_and_two_nodes(shell: Shell
     """Canary and flip probe pass on both nodes (or they would be set aside), and what comes out is loaded by peft."""
     run = shell.folder / layout
     code, output = shell.run(
-        "run", "quickstart-moe", "--set", "trainer.backend=torch", "--set", f"trainer.expert_adapters={layout}",
+        "run", "quickstart-moe", "--set", "trainer.backend=torch", "--set", "trainer.parallel={}",
+        "--set", f"trainer.expert_adapters={layout}",
         "--set", "run.steps=6", "--set", "run.eval_every=6", "--set", "run.eval_samples=64",
         "--out", str(run), timeout=200,
     )  # fmt: skip
