@@ -1,4 +1,5 @@
 # make run     set up, then the quickstart: a tiny model learns on this machine in a few minutes
+# make run-moe the same of a mixture of experts, trained with Megatron on four processes
 # make test    set up, then the tests
 # make test-slow    the tests that build compiled code or run every benchmark
 # make test-sample  one short form of each kind of fault, with real processes
@@ -19,10 +20,13 @@ READY := $(VENV)/.ready
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-megatron test-slow test-sample test-faults engines test-engines setup lint wheel-test clean
+.PHONY: run run-moe test test-megatron test-slow test-sample test-faults engines test-engines setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
+
+run-moe: $(MEGATRON)
+	$(BIN)/async-rl run quickstart-moe $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron" $(ARGS)
