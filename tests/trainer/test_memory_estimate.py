@@ -160,7 +160,8 @@ def test_a_dry_run_prints_the_estimate_where_neither_model_nor_data_nor_engine_a
     said = capfd.readouterr()
     assert "data/gsm8k" in said.err
     config = load_config(name)
-    found = estimate(read_shape(config.model)[0], config.trainer, config.model.dtype)
+    replays = config.algorithm.router_replay != "none"
+    found = estimate(read_shape(config.model)[0], config.trainer, config.model.dtype, replays=replays)
     rows = {tuple(line.split()[-6:]) for line in said.out.splitlines()}
     for stage in found.stages:
         parts = (stage.weights, stage.adapters, stage.learning, stage.activations, stage.at_work, stage.total)

@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
 
 class Work(NamedTuple):
     """A rank's part of a micro-batch: all its `tokens`, and those that lie on the rank between the matrices (`own`;
-    fewer under `sequence`); bytes of a number of the model (`dtype`)."""
+    fewer under `sequence`); bytes of a number of the model (`dtype`); whether routes are replayed."""
 
     shape: ModelShape
     parallel: ParallelConfig
@@ -49,6 +49,7 @@ class Work(NamedTuple):
     tokens: int
     own: int
     dtype: int
+    replays: bool
 
     @property
     def stream(self) -> int:
@@ -62,11 +63,19 @@ class Work(NamedTuple):
         return self.own * self.shape.num_experts_per_tok * self.parallel.expert_tensor
 
 
-def micro_batch(shape: ModelShape, parallel: ParallelConfig, ranks: Ranks, micro_batch_tokens: int, dtype: int) -> Work:
+def micro_batch(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    ranks: Ranks,
+    micro_batch_tokens: int,
+    dtype: int,
+    *,
+    replays: bool = False,
+) -> Work:
     """Of a micro-batch of so many tokens, padded to a multiple of the tensor ranks under `sequence`."""
     divisor = parallel.tensor if parallel.sequence else 1
     own = -(-micro_batch_tokens // divisor)
-    return Work(shape, parallel, ranks, own * divisor, own, dtype)
+    return Work(shape, parallel, ranks, own * divisor, own, dtype, replays)
 
 
 def kept(work: Work, layer: int, *, first: bool = False) -> int:
@@ -117,8 +126,9 @@ def _experts(work: Work) -> int:
     shape, parallel, rows = work.shape, work.parallel, work.routed
     inner = shape.moe_intermediate_size // parallel.expert_tensor
     chosen = shape.num_experts_per_tok
-    # The router's input and weights; who goes where, sorted out of a table of all experts.
-    routing = work.stream + work.own * ((INDEX + WIDE + INDEX) * chosen + INDEX * shape.experts)
+    # The router's input and weights; who goes where, sorted out of a table of all experts. Replay keeps all scores.
+    table = shape.experts * (INDEX + WIDE * work.replays)
+    routing = work.stream + work.own * ((INDEX + WIDE + INDEX) * chosen + table)
     experts = shape.experts // parallel.expert
     up = WIDE * (rows * shape.hidden_size + rows * work.ranks.up + experts * shape.hidden_size * work.ranks.up)
     down = WIDE * rows * (inner + work.ranks.down_proj)

@@ -63,13 +63,13 @@ class Estimate(NamedTuple):
         return max(self.stages, key=lambda stage: stage.total)
 
 
-def estimate(shape: ModelShape, trainer: TrainerConfig, dtype: str) -> Estimate:
-    """For [trainer] of backend "megatron" and [model] dtype. Raises ConfigError for a layout that does not divide the
-    model."""
+def estimate(shape: ModelShape, trainer: TrainerConfig, dtype: str, *, replays: bool = False) -> Estimate:
+    """For [trainer] of backend "megatron" and [model] dtype; `replays`: with router replay. Raises ConfigError for a
+    layout that does not divide the model."""
     parallel = trainer.parallel
     _check(shape, parallel)
     ranks = adapter_ranks(trainer)
-    work = micro_batch(shape, parallel, ranks, trainer.micro_batch_tokens, BYTES[dtype])
+    work = micro_batch(shape, parallel, ranks, trainer.micro_batch_tokens, BYTES[dtype], replays=replays)
     outer = trainer.expert_adapters == "shared_outer"
     stages = []
     for number in range(parallel.pipeline):

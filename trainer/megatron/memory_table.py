@@ -56,7 +56,8 @@ def memory_text(config: Config) -> Group:
         raise ConfigError('there is an estimate of memory for [trainer] backend = "megatron" alone')
     check_parallel(config.trainer.parallel)
     shape, file = read_shape(msgspec.structs.replace(config.model, path=str(model_path(config))))
-    found = estimate(shape, config.trainer, config.model.dtype)
+    replays = config.algorithm.router_replay != "none"
+    found = estimate(shape, config.trainer, config.model.dtype, replays=replays)
     return Group(Text(_heading(config, found, file)), _table(found), Text("\n".join(_remarks(found))))
 
 

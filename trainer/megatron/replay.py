@@ -67,7 +67,8 @@ class RouterReplay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and numbers of the experts of each token: [own, k] both, of the scores [own, experts] of all."""
         assert default_compute_topk is not None
-        values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.served is None):
+            values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.served is None:
             return values, live
         chosen = self.served.choose(self.layer, live)
