@@ -33,10 +33,9 @@ def check(moe, request, completion, version=0, positions=slice(None)):
     np.testing.assert_array_equal(found[positions], expected(moe, version, request, completion.tokens)[positions])
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_routes_are_those_of_one_forward_over_the_sequence(exact, moe, finish_all):
+def test_routes_are_those_of_one_forward_over_the_sequence(moe, finish_all):
     """More requests than slots: rows start, end and move."""
-    engine = moe.engine(routes=True, exact=exact)
+    engine = moe.engine(routes=True)
     assert engine.capabilities.routes
     shapes = [(2 + 3 * (i % 4), 3 + 5 * i % 17, (1.0, 0.0)[i % 2]) for i in range(11)]
     requests = [moe.request(i, *shape) for i, shape in enumerate(shapes)]
