@@ -3,6 +3,7 @@ imported."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
         else:
             # Read when megatron-core is imported, whose small functions a compiler would take minutes for.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it says what parts of it that are not used found
         from trainer.megatron.backend import MegatronBackend
 
         return MegatronBackend(
