@@ -23,7 +23,9 @@ Each file here was written by `async-rl bench NAME --json docs/bench/NAME.json`;
 `docs/bench/render.py`. Figures of one machine do not carry over to another, so look at the ratios: every arm was
 measured in turn with its baseline, and a ratio is the median of those within a round (lowest–highest), above 1 meaning
 better than the baseline. `--compare docs/bench/NAME.json` sets a run of yours beside these. `transport_curve` is
-`bench transport --curve --producers 4 --arms CURVE raw ingest`.
+`bench transport --curve --producers 4 --arms CURVE raw ingest`. `memory` is written by
+`python -m trainer.megatron.measure_memory --json docs/bench/memory.json`: an estimate beside what it is an estimate of,
+where a ratio of 1 is best.
 """
 
 

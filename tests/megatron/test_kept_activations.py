@@ -3,6 +3,7 @@ near to what a process takes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("mixture", SEQUENCE | {"expert_tensor": 2}),
     ],
 }
+MEASURED = Path(__file__).parents[2] / "docs" / "bench" / "memory.json"
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
@@ -53,3 +55,12 @@ def test_stages_have_the_layers_that_are_counted() -> None:
         for stages in (1, 2, 3, 8):
             for stage in range(min(stages, layers)):
                 assert memory.stage_layers(layers, stages, stage) == settings.stage_layers(layers, stages, stage)
+
+
+def test_the_estimate_is_within_a_tenth_of_what_ranks_took() -> None:
+    """As measured by `python -m trainer.megatron.measure_memory`."""
+    cells = json.loads(MEASURED.read_text())["cells"]
+    assert len(cells) >= 3
+    for cell in cells:
+        measured, estimated = (cell["arms"][arm]["mib"] for arm in ("measured", "estimated"))
+        assert all(abs(guess / took - 1) <= 0.1 for guess, took in zip(estimated, measured, strict=True)), cell
