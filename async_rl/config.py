@@ -22,7 +22,7 @@ from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.credit_config import check_credit
 from async_rl.inference_config import InferenceConfig as InferenceConfig
 from async_rl.inference_config import check_group, check_inference, node_groups
-from async_rl.routes import RouteShape, read_route_shape
+from async_rl.routes import RouteShape, has_experts, read_route_shape
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
 from async_rl.schema import Section as Section
@@ -240,6 +240,14 @@ def batch_bytes(config: Config) -> int:
 def model_routes(config: Config) -> RouteShape:
     """Of the configured model. Raises ConfigError when it has no experts, or its config.json is not here."""
     return read_route_shape(_model_path(config))
+
+
+def is_mixture(config: Config) -> bool:
+    """Whether the model's tokens are sent to experts: by its config.json, or that which [model] shape names, or by
+    [model.tiny] where it is not made yet. False where none of them says so, or can be read."""
+    shipped = CONFIGS / "shapes" / f"{config.model.shape}.json"
+    file = next((each for each in (_model_path(config) / "config.json", shipped) if each.is_file()), None)
+    return bool(config.model.tiny and config.model.tiny.experts) if file is None else has_experts(file)
 
 
 def _model_path(config: Config) -> Path:

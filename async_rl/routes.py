@@ -48,13 +48,22 @@ class RouteShape(NamedTuple):
 def route_shape(config: Mapping[str, Any]) -> RouteShape | None:
     """Of a model's config.json; None for a model without experts."""
     text = config.get("text_config") or config
-    each, experts = (
-        next((int(text[name]) for name in names if text.get(name)), 0) for names in (EXPERTS_EACH, EXPERTS)
-    )
+    each, experts = _first(text, EXPERTS_EACH), _first(text, EXPERTS)
     if not each or not experts:
         return None
     layers = int(text["num_hidden_layers"])
     return RouteShape(layers, tuple(layer for layer in range(layers) if _is_routed(text, layer)), experts, each)
+
+
+def has_experts(file: Path) -> bool:
+    """Whether a config.json is that of a mixture of experts; False where it cannot be read, which whoever loads the
+    model says."""
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError):
+        return False
+    text = config.get("text_config") or config
+    return bool(_first(text, EXPERTS_EACH) and _first(text, EXPERTS))
 
 
 def _first(text: Mapping[str, Any], names: Iterable[str]) -> int:

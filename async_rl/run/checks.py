@@ -14,7 +14,7 @@ from rich.table import Table
 
 from async_rl.algorithm_config import describe
 from async_rl.buffer_config import fresh_groups, lead
-from async_rl.config import Config, ConfigError, keys_folder
+from async_rl.config import Config, ConfigError, is_mixture, keys_folder
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import NodeGroup, describe_group, interpreter, lives_elsewhere, node_groups
 from async_rl.run.launch import child_environment
@@ -96,6 +96,28 @@ def check_engines(groups: Sequence[NodeGroup], task: Mapping[str, Any]) -> None:
             )
         if engine == "sglang" and not has_server:
             _check_interpreter(python, ("sglang",), engine)
+
+
+EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})  # of [trainer] targets, those that experts have
+ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
+SERVES_EXPERTS = ("torch",)
+
+
+def check_expert_adapters(config: Config, groups: Sequence[NodeGroup]) -> None:
+    """Raises ConfigError when a mixture's experts are adapted and nodes would refuse the first policy for it. What
+    cannot be known without the model's config.json is not looked at."""
+    trainer = config.trainer
+    adapts = trainer.kind == "lora" and (not trainer.targets or not EXPERT_TARGETS.isdisjoint(trainer.targets))
+    if not adapts or not is_mixture(config):
+        return
+    for group in groups:
+        if (engine := group.inference.engine) not in SERVES_EXPERTS:
+            whose = f"[[inference.group]] {group.name!r}" if group.name else "[inference]"
+            raise ConfigError(
+                f'{whose} engine = "{engine}" serves no adapters on experts, and [trainer] targets '
+                f"{'names' if trainer.targets else '= [], everything linear, means'} those of this mixture of experts: "
+                f'set [trainer] targets = {ATTENTION} (the names of attention in Qwen3), or engine = "torch"'
+            )
 
 
 _ELSEWHERE = ", or set [inference] engine_python to an interpreter that has it (`make engines` makes one for CPUs)"

@@ -20,6 +20,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.inference_config import node_groups
 from async_rl.run.checks import (
     check_engines,
+    check_expert_adapters,
     check_installed,
     check_model,
     check_task,
@@ -226,9 +227,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         # Known on any machine: first, whatever this one lacks.
         if estimate := memory_estimate(config, options.config, options.overrides):
             console.print(estimate, highlight=False, markup=False, soft_wrap=True)
+        groups = node_groups(config.inference)
+        check_expert_adapters(config, groups)
         check_task(config)
         # What has no environment of its own can be checked where nothing of it is installed.
-        groups = node_groups(config.inference)
         check_engines([group for group in groups if group.inference.engine != "torch"], config.task)
         check_trackers(config)
         config = with_keys(config, *DIALLING, services=True)
