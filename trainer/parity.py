@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_rl.config import Config, load_config
+from async_rl.config import Config, is_mixture, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run import parity_files
 from async_rl.run.model_cache import model_path
@@ -32,7 +32,7 @@ def measure(config: Config, folder: Path) -> None:
 
 
 def _measure(config: Config, backend: Backend, folder: Path) -> None:
-    prover = Prover(backend, config.run.seed)
+    prover = Prover(backend, config.run.seed, mixture=is_mixture(config))
     canary, canary_proof = None, None
     if backend.publishes_canary:
         policy, canary_proof = prover.canary(folder / CANARY_FILE)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from async_rl.config import is_mixture
 from async_rl.proof import Proof
 from async_rl.run.process import PoolContext
 from async_rl.trainer_config import publishes_factors
@@ -26,7 +27,7 @@ class Releases:
         self._trainer = context.config.trainer
         self._backend = backend
         self._publisher = publisher
-        self._prover = Prover(backend, context.config.run.seed)
+        self._prover = Prover(backend, context.config.run.seed, mixture=is_mixture(context.config))
         self._first = True
         self._push_bytes = 0
 

@@ -21,6 +21,7 @@ from inference.engine import EngineError
 from inference.slot_linear import LowRank
 from inference.torch_engine import TorchEngine
 from trainer.backend import Sample
+from trainer.bench_replay import Shape, draw_model
 from trainer.proving import Prover
 from trainer.torch_backend import TorchBackend
 
@@ -39,11 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Delivery:
     """One trainer, one engine, and the buffer's judgement between them."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, *, mixture: bool = False, dtype: str = "float32") -> None:
         trainer = TrainerConfig(rank=4, learning_rate=1e-4, warmup_steps=0)
         self.backend = TorchBackend(model, trainer=trainer, algorithm=AlgorithmConfig(), temperature=1.0, seed=1)
-        self.engine = TorchEngine(model, slots=2, max_context=40, max_resident=2)
-        self.prover = Prover(self.backend, SEED)
+        self.engine = TorchEngine(model, slots=2, max_context=40, max_resident=2, dtype=dtype)
+        self.prover = Prover(self.backend, SEED, mixture=mixture)
         self.proofs = Proofs(kept=10)
         self.canary_path, self.path = folder / "canary", folder / "policy"
         self.canary, proof = self.prover.canary(self.canary_path)
@@ -206,3 +207,57 @@ def test_an_engine_in_bfloat16_is_caught_by_a_bound_that_float32_keeps(delivery:
         for policy, path in ((delivery.canary, delivery.canary_path), (delivery.policy, delivery.path)):
             cause = delivery.judge(policy, path, bound=1e-4).cause
             assert ("differ from the trainer's" in cause) == wrong
+
+
+# --- a mixture of experts in bfloat16 -------------------------------------------------------------------------------
+
+LARGEST = "by up to"  # says who is judged by the largest difference
+
+
+def halved(name: str, each: LowRank) -> LowRank:
+    return LowRank(each.a, each.b, each.scale / 2)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    draw_model(Shape(4, 64, 16, 2, 64), 0, folder)
+    return folder
+
+
+def test_a_bfloat16_mixture_passes_though_some_tokens_went_to_other_experts(mixture: Path, tmp_path: Path) -> None:
+    delivery = Delivery(mixture, tmp_path, mixture=True, dtype="bfloat16")
+    verdict = delivery.judge(delivery.canary, delivery.canary_path)
+    assert verdict.cause == ""
+    assert verdict.mismatch is not None
+    assert verdict.mismatch.max_dlogp > delivery.engine.capabilities.logprob_bound > 5 * verdict.mismatch.mean_dlogp
+    for _ in range(3):
+        delivery.train()
+        assert delivery.judge(delivery.publish(), delivery.path).cause == ""
+    as_dense = Delivery(mixture, tmp_path, dtype="bfloat16")
+    assert LARGEST in as_dense.judge(as_dense.canary, as_dense.canary_path).cause
+
+
+@pytest.mark.parametrize("fault", [scaled, halved, doubled, base])
+def test_the_canary_catches_a_wrong_adapter_of_a_bfloat16_mixture(
+    mixture: Path, tmp_path: Path, breaking: Any, fault: Any
+) -> None:
+    delivery = Delivery(mixture, tmp_path, mixture=True, dtype="bfloat16")
+    breaking(fault)
+    cause = delivery.judge(delivery.canary, delivery.canary_path).cause
+    assert "on average" in cause
+    assert "as the base model's do" in cause or fault is not base
+
+
+def test_other_base_weights_of_a_bfloat16_mixture_are_caught_by_its_first_policy(mixture: Path, tmp_path: Path) -> None:
+    draw_model(Shape(4, 64, 16, 2, 64), 1, tmp_path / "other")
+    delivery = Delivery(mixture, tmp_path, mixture=True, dtype="bfloat16")
+    delivery.engine = TorchEngine(tmp_path / "other", slots=2, max_context=40, max_resident=2, dtype="bfloat16")
+    assert "a mixture's average 0.2" in delivery.judge(delivery.policy, delivery.path).cause
+
+
+def test_a_float32_mixture_is_judged_by_the_largest_difference(mixture: Path, tmp_path: Path, breaking: Any) -> None:
+    delivery = Delivery(mixture, tmp_path, mixture=True)
+    assert delivery.judge(delivery.canary, delivery.canary_path).cause == ""
+    breaking(scaled)
+    assert LARGEST in delivery.judge(delivery.canary, delivery.canary_path).cause
