@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,16 +9,16 @@ import torch
 from torch import nn
 
 from async_rl.errors import AsyncRLError
+from async_rl.policy.adapter import lora_scale, tensor_name
 from async_rl.policy.experts import expert_modules, expert_weights, odd_layout
-from trainer.peft_layout import module_of, stacks, tensor_name
+from trainer.peft_layout import module_of, stacks
 
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """In place; `tensors` and `config` as an adapter file has them. Products are float32. Raises AsyncRLError for a
     module or shape that the model has not, naming it."""
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scale = lora_scale(config)
     modules = {module_of(name).name for name in tensors if not module_of(name).path}
     for module in sorted(modules):
         a, b = (tensors.get(tensor_name(module, part)) for part in "AB")

@@ -8,25 +8,27 @@ factors for gate_up_proj and one for down_proj, with all experts in them:
     ….experts.base_layer.lora_B  [2f, 2r · experts]   gate's B and up's on a diagonal; column j · experts + e
     ….experts.lora_A, .lora_B                         of down_proj likewise, with r
 
-Gate and up have an A each, hence twice the rank, and twice alpha, which leaves the scale as it is. By their source,
-vLLM takes these stacked names for experts, too, or each expert's own, which `each_expert` gives; SGLang takes the
-latter, or of a shared-outer adapter stacks by projection (`for_sglang`). Of the three peft alone was run.
+Gate and up have an A each, hence twice the rank, and twice alpha, which leaves the scale as it is. A linear layer of
+such a model that has a projection's name (a dense layer's, a shared expert's) is told to peft as a parameter, its
+weight: of target_modules peft would take the name for the experts'. By its source, vLLM takes these stacked names for
+experts, too; peft alone was run.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from async_rl.errors import AsyncRLError
-from async_rl.policy.adapter import TENSOR_PREFIX
+from async_rl.policy.adapter import means, split_tensor_name, tensor_name
 from async_rl.policy.experts import DOWN, GATE, GATE_UP, UP
 
-EXPERT = re.compile(rf"(?P<path>.*experts)\.(?:(?P<expert>\d+)\.)?(?P<projection>{GATE}|{UP}|{DOWN})")
-FUSED = re.compile(r"(?P<path>.*experts)(?P<inner>\.base_layer)?")
+EXPERT = re.compile(rf"(?P<path>(?:.+\.)?experts)\.(?:(?P<expert>\d+)\.)?(?P<projection>{GATE}|{UP}|{DOWN})")
+FUSED = re.compile(r"(?P<path>(?:.+\.)?experts)(?P<inner>\.base_layer)?")
+PATTERNS = (GATE_UP, rf".*\.{GATE_UP}")  # of a LoraConfig, for gate and up together
 OUTER = {GATE: "A", UP: "A", DOWN: "B"}  # what a shared-outer adapter shares
 
 Tensors = dict[str, torch.Tensor]
@@ -52,17 +54,11 @@ class PeftAdapter(NamedTuple):
 
 def module_of(name: str) -> Module:
     """Of a tensor's name. Raises AsyncRLError for one that is not an adapter's."""
-    module, lora, part = name.removeprefix(TENSOR_PREFIX).removesuffix(".weight").rpartition(".lora_")
-    if not lora or part not in ("A", "B") or not name.startswith(TENSOR_PREFIX):
-        raise AsyncRLError(f"adapter tensor {name!r}: expected {TENSOR_PREFIX}<module>.lora_A.weight or lora_B")
+    module, part = split_tensor_name(name)
     if not (found := EXPERT.fullmatch(module)):
         return Module(module, part)
     expert = None if found["expert"] is None else int(found["expert"])
     return Module(module, part, found["path"], expert, found["projection"])
-
-
-def tensor_name(module: str, part: str) -> str:
-    return f"{TENSOR_PREFIX}{module}.lora_{part}.weight"
 
 
 # --- each expert, and all together -----------------------------------------------------------------------------------
@@ -93,33 +89,8 @@ def _stacked(key: tuple[str, str], parts: Mapping[str, Mapping[int | None, torch
     return made
 
 
-def each_expert(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The adapter without anything shared: each expert's tensors under its own name."""
-    made = {name: tensor for name, tensor in tensors.items() if not module_of(name).path}
-    for (path, projection), parts in stacks(tensors).items():
-        for part, stack in parts.items():
-            for expert, tensor in enumerate(stack.unbind()):
-                made[tensor_name(f"{path}.{expert}.{projection}", part)] = tensor
-    return dict(sorted(made.items()))
-
-
-def for_sglang(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Where experts share tensors, those of a projection as one: ….experts.gate_proj.lora_A [1, r, in] of what they
-    share, [experts, …] of what they do not; else the adapter as it is."""
-    modules = [module_of(name) for name in tensors]
-    if not any(each.path and each.expert is None for each in modules):
-        return dict(tensors)
-    made = {name: tensor for name, tensor in tensors.items() if not module_of(name).path}
-    for (path, projection), parts in stacks(tensors).items():
-        for part, stack in parts.items():
-            name = tensor_name(f"{path}.{projection}", part)
-            made[name] = tensors[name][None] if name in tensors else stack
-    return dict(sorted(made.items()))
-
-
 def shared_again(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """`each_expert` undone: with one tensor for what experts share, if they share the outer half of every projection;
-    else as it is."""
+    """With one tensor for what experts share, if all have the same outer half of every projection; else as it is."""
     found = stacks(tensors)
     outer = [parts[OUTER[projection]] for (_, projection), parts in found.items()]
     if not found or not all(len(each) > 1 and torch.equal(each, each[:1].expand_as(each)) for each in outer):
@@ -143,9 +114,13 @@ def to_peft(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> P
     linear = {module_of(name).name for name in made}
     rank, alpha = int(config["r"]), int(config["lora_alpha"])
     table: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "use_rslora": bool(config.get("use_rslora", False))}
+    # Names that peft takes for the experts': here there are some, or a path in full tells these modules from them.
+    targets = set(config["target_modules"])
+    ambiguous = {name for name in linear if name.rpartition(".")[2] in (GATE, UP, DOWN) and (found or name in targets)}
+    parameters = {f"{name}.weight" for name in ambiguous}
+    table["target_modules"] = sorted(each for each in targets if any(means(each, name) for name in linear - ambiguous))
     if not found:
-        return PeftAdapter(made, table | {"target_modules": sorted(config["target_modules"])})
-    parameters = set()
+        return PeftAdapter(made, table | ({"target_parameters": sorted(parameters)} if parameters else {}))
     for path in sorted({path for path, _ in found}):
         down, fused = found.get((path, DOWN)), [found.get((path, projection)) for projection in (GATE, UP)]
         inner = path
@@ -156,12 +131,8 @@ def to_peft(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> P
         if any(each is not None for each in fused):
             made |= _fused(inner, _gate_up(*fused))
             parameters.add(f"{path}.{GATE_UP}")
-    # A linear layer of a name that peft takes for the experts' is told to it as a parameter, which it is as well.
-    ambiguous = {name for name in linear if name.rpartition(".")[2] in (GATE, UP, DOWN)}
-    parameters |= {f"{name}.weight" for name in ambiguous}
-    modules = [name for name in config["target_modules"] if _means_any(name, linear - ambiguous)]
     scale = {"rank_pattern": {GATE_UP: 2 * rank}, "alpha_pattern": {GATE_UP: _twice(alpha, table)}}
-    table |= {"target_modules": sorted(modules), "target_parameters": sorted(parameters)} | scale
+    table |= {"target_parameters": sorted(parameters)} | scale
     return PeftAdapter(dict(sorted(made.items())), table)
 
 
@@ -170,10 +141,6 @@ def _twice(alpha: int, table: Mapping[str, Any]) -> int:
     if table["use_rslora"]:
         raise AsyncRLError("adapter: experts with rank-stabilised LoRA cannot be told to peft: merge it instead")
     return 2 * alpha
-
-
-def _means_any(target: str, modules: Iterable[str]) -> bool:
-    return any(module == target or module.endswith(f".{target}") for module in modules)
 
 
 def _gate_up(gate: dict[str, torch.Tensor] | None, up: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -198,24 +165,26 @@ def _fused(path: str, parts: Mapping[str, torch.Tensor]) -> Tensors:
 
 def from_peft(tensors: Mapping[str, torch.Tensor], table: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     """Tensors and config of the adapter file, from those of a PEFT folder: of this layout, or with each expert's own
-    names. Raises AsyncRLError for factors of gate_up_proj that are not one pair for gate and one for up."""
-    rank = int(table["r"])
+    names. Raises AsyncRLError for factors of gate_up_proj that are not one pair for gate and one for up, and for a
+    rank or a scale of any module that is not that of the whole."""
+    _check_patterns(table)
+    rank, parameters = int(table["r"]), table.get("target_parameters") or ()
     config = {**table, "target_modules": set(table["target_modules"])}
-    patterns = table.get("rank_pattern") or {}
-    twice = next((int(patterns[key]) for key in patterns if key.endswith(GATE_UP)), rank)
     made: Tensors = {}
-    names = {module_of(name).name: module_of(name) for name in tensors}
-    for name in sorted(names):
+    modules = {module_of(name).name for name in tensors}
+    of_experts = {name for name in modules if FUSED.fullmatch(name) or EXPERT.fullmatch(name)}
+    for name in sorted(modules):
         a, b = (tensors[tensor_name(name, part)] for part in "AB")
         fused = FUSED.fullmatch(name)
         if fused is None:
             made |= {tensor_name(name, "A"): a, tensor_name(name, "B"): b}
-            if f"{name}.weight" in (table.get("target_parameters") or ()):
-                config["target_modules"].add(name.rpartition(".")[2])
+            if f"{name}.weight" in parameters:
+                config["target_modules"].add(name.rpartition(".")[2] if of_experts else name)
             continue
         path = fused["path"]
         if fused["inner"] or (_targets(table, path, GATE_UP) and not _targets(table, path, DOWN)):
-            parts = _gate_and_up(name, _unfused(a, b, twice), rank)
+            _check_fused_scale(name, table)
+            parts = _gate_and_up(name, a, b, rank)
         else:
             parts = {DOWN: _unfused(a, b, rank)}
         config["target_modules"] |= parts.keys()
@@ -227,12 +196,32 @@ def from_peft(tensors: Mapping[str, torch.Tensor], table: Mapping[str, Any]) -> 
     return shared_again(dict(sorted(made.items()))), config
 
 
+def _check_patterns(table: Mapping[str, Any]) -> None:
+    """An adapter file has one rank and one alpha: of what overrides them, only what `to_peft` writes is understood, and
+    its other spelling, which is peft's own."""
+    for kind, one in (("rank_pattern", table["r"]), ("alpha_pattern", table["lora_alpha"])):
+        for key, value in (table.get(kind) or {}).items():
+            if key not in PATTERNS or value != 2 * one:
+                raise AsyncRLError(
+                    f"PEFT folder: {kind} says {value} for {key!r}, but here all of an adapter has one rank and one "
+                    "alpha: such an adapter can only be merged, by peft"
+                )
+
+
+def _check_fused_scale(name: str, table: Mapping[str, Any]) -> None:
+    """Both patterns are there, and double the scale's both halves."""
+    for kind in ("rank_pattern", "alpha_pattern"):
+        if not table.get(kind):
+            raise AsyncRLError(
+                f"PEFT folder: {name} adapts gate_up_proj, but {kind} has no {GATE_UP!r}: its two halves would have "
+                "another rank or scale than the rest; such an adapter can only be merged, by peft"
+            )
+    if table.get("use_rslora"):
+        raise AsyncRLError(f"PEFT folder: {name}: experts with rank-stabilised LoRA can only be merged, by peft")
+
+
 def _targets(table: Mapping[str, Any], path: str, parameter: str) -> bool:
-    return _means_any_of(table.get("target_parameters") or (), f"{path}.{parameter}")
-
-
-def _means_any_of(targets: Iterable[str], name: str) -> bool:
-    return any(_means_any(target, [name]) for target in targets)
+    return any(means(target, f"{path}.{parameter}") for target in table.get("target_parameters") or ())
 
 
 def _unfused(a: torch.Tensor, b: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
@@ -240,13 +229,13 @@ def _unfused(a: torch.Tensor, b: torch.Tensor, rank: int) -> dict[str, torch.Ten
     return {"A": a.reshape(experts, rank, -1), "B": b.reshape(len(b), rank, experts).permute(2, 0, 1)}
 
 
-def _gate_and_up(name: str, parts: Mapping[str, torch.Tensor], rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    a, b = parts["A"], parts["B"]
+def _gate_and_up(name: str, a: torch.Tensor, b: torch.Tensor, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    a, b = _unfused(a, b, 2 * rank).values()
     half = b.shape[1] // 2
-    if a.shape[1] != 2 * rank or b[:, :half, rank:].any() or b[:, half:, :rank].any():
+    if b[:, :half, rank:].any() or b[:, half:, :rank].any():
         raise AsyncRLError(
-            f"PEFT folder: {name} adapts gate_up_proj by factors of rank {a.shape[1]} that are not one pair for gate "
-            f"and one for up, of rank {rank} each: such an adapter can only be merged, by peft"
+            f"PEFT folder: {name} adapts gate_up_proj by factors of rank {2 * rank} that are not one pair for "
+            f"gate and one for up, of rank {rank} each: such an adapter can only be merged, by peft"
         )
     gate = {"A": a[:, :rank], "B": b[:, :half, :rank]}
     up = {"A": a[:, rank:], "B": b[:, half:, rank:]}

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,40 @@ from async_rl.policy.tensor_file import hash_tensors
 
 CONFIG_KEY = "adapter_config"
 TENSOR_PREFIX = "base_model.model."
+_TENSOR = re.compile(rf"{re.escape(TENSOR_PREFIX)}(.+)\.lora_([AB])\.weight", re.DOTALL)
 
 
 class AdapterError(AsyncRLError):
     """An adapter file that is broken, or is not the policy it is said to be."""
+
+
+def tensor_name(module: str, part: str) -> str:
+    """Of a module's factor, "A" [r, in] or "B" [out, r]."""
+    return f"{TENSOR_PREFIX}{module}.lora_{part}.weight"
+
+
+def split_tensor_name(name: str) -> tuple[str, str]:
+    """`base_model.model.<module>.lora_A.weight` -> (module, "A"). Raises AdapterError for a name of another form."""
+    found = _TENSOR.fullmatch(name)
+    if found is None:
+        raise AdapterError(f"adapter tensor {name!r} is not named {tensor_name('<module>', 'A')} or …lora_B.weight")
+    return found[1], found[2]
+
+
+def shared_name(module: str) -> str:
+    """Of an expert's projection, the name that all experts' has: without the expert's number."""
+    return re.sub(r"(^|\.)experts\.\d+\.", r"\1experts.", module)
+
+
+def means(target: str, module: str) -> bool:
+    """Whether an entry of target_modules means the module of this path: peft's rule for a list of them."""
+    return module == target or module.endswith(f".{target}")
+
+
+def lora_scale(config: Mapping[str, Any]) -> float:
+    """alpha / r, or alpha / √r with rank-stabilised LoRA (arXiv:2312.03732)."""
+    rank = int(config["r"])
+    return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def canonical_config(config: Mapping[str, Any]) -> str:

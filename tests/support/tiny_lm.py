@@ -28,6 +28,13 @@ LINEAR_ATTENTION = {
     "shared_expert_intermediate_size": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED_EXPERT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": ROPE,
     "qwen3": ROPE,
@@ -35,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON | SIZES,
     "gpt2": COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "qwen3_moe": ROPE | EXPERTS,
+    "glm4_moe": ROPE | EXPERTS | SHARED_EXPERT,
     "granite": ROPE | {"logits_scaling": 4.0},  # divides its logits
     "gemma2": ROPE,  # soft caps on scores and logits
     "gemma3_text": ROPE | {"sliding_window": 64},  # a window longer than any sequence of the tests

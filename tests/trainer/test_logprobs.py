@@ -17,7 +17,7 @@ from trainer.logprobs import Scorer
 PLAIN = ("qwen2", "qwen3", "llama")
 LENGTHS = (23, 5, 40, 12, 23, 2, 31, 12)
 # What each model's attention and head allow, and a word of the reason why not.
-PACKED = {"qwen2", "qwen3", "llama", "gpt_neox", "gpt2", "qwen3_moe", "granite"}
+PACKED = {"qwen2", "qwen3", "llama", "gpt_neox", "gpt2", "qwen3_moe", "glm4_moe", "granite"}
 PADDED = {
     "gemma2": "last 4096 tokens",
     "gemma3_text": "last 64 tokens",

@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
-from async_rl.policy.adapter import canonical_config, policy_digest, write_adapter
+from async_rl.policy.adapter import canonical_config, policy_digest, tensor_name, write_adapter
 from trainer.export import export
 from trainer.lora import adapter_config, attach_lora, write_peft_folder
 from trainer.merging import merge_adapter
-from trainer.peft_layout import each_expert, for_sglang, from_peft, shared_again
+from trainer.peft_layout import from_peft, module_of, shared_again, stacks
 from trainer.targets import resolve_targets
 
 MIXED = {"mlp_only_layers": [0]}
+SHARED_EXPERTS = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
 IDS = torch.arange(24).view(2, 12) % VOCABULARY
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("qwen3", {}, (), "each"),
@@ -35,6 +36,11 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("qwen3_moe", {}, ("gate_proj", "up_proj"), "each"),
     ("qwen3_moe", {}, ("q_proj", "up_proj"), "each"),
     ("qwen3_moe", {}, ("down_proj",), "shared_outer"),
+    ("qwen3_moe", MIXED, ("q_proj", "0.mlp.gate_proj"), "each"),
+    ("glm4_moe", {}, (), "each"),
+    ("glm4_moe", {}, ("gate_proj", "q_proj"), "shared_outer"),
+    ("glm4_moe", {}, SHARED_EXPERTS, "each"),
+    ("glm4_moe", {}, (*SHARED_EXPERTS, "q_proj"), "each"),
 ]
 Made = tuple[Any, dict[str, torch.Tensor], dict[str, Any], torch.Tensor]
 
@@ -52,6 +58,16 @@ def made(kind: str, changes: dict[str, Any], targets: tuple[str, ...], layout: A
         logits = model(input_ids=IDS).logits
     tensors = {name: parameter.detach() for name, parameter in parameters.items()}
     return tiny_lm(kind, **changes), tensors, adapter_config(found, trainer), logits
+
+
+def each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without anything shared: each expert's tensors under its own name."""
+    apart = {name: tensor for name, tensor in tensors.items() if not module_of(name).path}
+    for (path, projection), parts in stacks(tensors).items():
+        for part, stack in parts.items():
+            for expert, tensor in enumerate(stack.unbind()):
+                apart[tensor_name(f"{path}.{expert}.{projection}", part)] = tensor
+    return dict(sorted(apart.items()))
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, share: float = 1e-5) -> None:
@@ -103,20 +119,6 @@ def test_each_experts_own_names_are_understood_by_peft_too(tmp_path: Path, layou
     assert policy_digest(read, found) == policy_digest(tensors, config)
 
 
-def test_sglang_has_what_experts_share_as_a_stack_of_one() -> None:
-    _, tensors, _, _ = made("qwen3_moe", {}, (), "shared_outer")
-    stacked = for_sglang(tensors)
-    path = "base_model.model.model.layers.1.mlp.experts"
-    assert {name.removeprefix(path): tuple(each.shape) for name, each in stacked.items() if name.startswith(path)} == {
-        ".gate_proj.lora_A.weight": (1, 4, 32), ".gate_proj.lora_B.weight": (4, 16, 4),
-        ".up_proj.lora_A.weight": (1, 4, 32), ".up_proj.lora_B.weight": (4, 16, 4),
-        ".down_proj.lora_A.weight": (4, 4, 16), ".down_proj.lora_B.weight": (1, 32, 4),
-    }  # fmt: skip
-    assert torch.equal(stacked[f"{path}.gate_proj.lora_B.weight"][2], tensors[f"{path}.2.gate_proj.lora_B.weight"])
-    apart = each_expert(tensors)
-    assert for_sglang(apart) == apart
-
-
 @pytest.mark.parametrize(("kind", "changes", "targets", "layout"), CASES)
 def test_merged_it_is_the_same_model(kind: str, changes: dict[str, Any], targets: tuple[str, ...], layout: str) -> None:
     base, tensors, config, logits = made(kind, changes, targets, layout)
@@ -134,6 +136,27 @@ def test_the_command_writes_both(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     with torch.no_grad():
         close(model(input_ids=IDS).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("qwen3_moe", {"alpha_pattern": {}}, "alpha_pattern has no 'gate_up_proj'"),
+        ("qwen3_moe", {"rank_pattern": {}}, "rank_pattern has no 'gate_up_proj'"),
+        ("qwen3_moe", {"alpha_pattern": {"gate_up_proj": 6}}, "alpha_pattern says 6 for 'gate_up_proj'"),
+        ("qwen3_moe", {"use_rslora": True}, "rank-stabilised"),
+        ("qwen3", {"alpha_pattern": {"q_proj": 48}}, "alpha_pattern says 48 for 'q_proj'"),
+        ("qwen3", {"rank_pattern": {"q_proj": 8}}, "rank_pattern says 8 for 'q_proj'"),
+    ],
+)
+def test_a_rank_or_scale_of_its_own_is_refused(tmp_path: Path, kind: str, changes: dict[str, Any], said: str) -> None:
+    base, tensors, config, _ = made(kind, {}, (), "each")
+    base.save_pretrained(tmp_path / "base")
+    write_peft_folder(tmp_path / "peft", tensors, config, str(tmp_path / "base"))
+    path = tmp_path / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(AsyncRLError, match=said):
+        export(tmp_path / "peft", tmp_path / "whole", merged=True)
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
