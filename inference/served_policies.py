@@ -91,16 +91,17 @@ class AdapterFolders:
 
     def _refuse_experts(self, policy: PolicyId, content: Adapter) -> None:
         """No server was shown to compute with adapters on experts (SGLang cannot on a CPU, nor vLLM)."""
-        for name in content.tensors:
-            module, _ = split_tensor_name(name)
-            if module not in self._shapes and ".experts." in module:
-                targets = sorted(
-                    {name.rpartition(".")[2] for name in self._shapes} & {*content.config["target_modules"]}
-                )
-                raise EngineError(
-                    f"policy {policy.short()} adapts experts ({module}), which only the torch engine serves: set "
-                    f'[trainer] targets = {json.dumps(targets)}, or [inference] engine = "torch"'
-                )
+        modules = {split_tensor_name(name)[0] for name in content.tensors}
+        of_experts = sorted(name for name in modules if name not in self._shapes and ".experts." in name)
+        if not of_experts:
+            return
+        # A dense layer may bear the same names as experts, and a target of that name means both.
+        adapted, borne = ({name.rpartition(".")[2] for name in some} for some in (modules, of_experts))
+        others = json.dumps(sorted(adapted - borne)) if adapted - borne else "what is not in experts, as q_proj"
+        raise EngineError(
+            f"policy {policy.short()} adapts experts ({of_experts[0]}), which only the torch engine serves: set "
+            f'[trainer] targets = {others}, or [inference] engine = "torch"'
+        )
 
     def folder(self, policy: PolicyId) -> Path:
         return self._folders[policy]

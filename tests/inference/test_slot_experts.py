@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from async_rl.version import PolicyId
 from inference.adapter_match import match_adapter
 from inference.engine import EngineError, Request, SamplingParams
 from inference.served_policies import AdapterFolders, linear_shapes
+from inference.slot_experts import SlotExperts
 from inference.torch_engine import TorchEngine
+from trainer.peft_layout import stacks
+from trainer.targets import resolve_targets
 from trainer.torch_backend import TorchBackend
 
 MIXED = {"mlp_only_layers": [0]}
@@ -129,13 +134,32 @@ def test_sampled_tokens_have_the_log_probabilities_of_their_policies(
 
 
 def test_half_precision_keeps_adapters_apart(tmp_path: Path, policies: Policies) -> None:
+    """Each projection gives W x + scale·B(A x), to bfloat16's rounding of what it is added to and of the sum."""
     tiny_lm("qwen3_moe", **MIXED).save_pretrained(tmp_path)
     one = engine(tmp_path, dtype="bfloat16")
-    assert not any(each.merges for each in one._runner.experts.values())
-    for policy, path, _, expected in policies.values():
+    projections = one._runner.experts
+    assert not any(each.merges for each in projections.values())
+    calls: list[tuple[SlotExperts, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for each in projections.values():
+        each.register_forward_hook(lambda own, given, out: calls.append((own, given[0], given[1], out)))
+    for policy, path, _, _ in policies.values():
         one.install(policy, path)
-        scores = np.concatenate(one.score(policy, sequences()))
-        assert float(np.abs(scores - np.concatenate(expected)).mean()) < 0.25
+    for policy, path, _, _ in policies.values():
+        calls.clear()
+        one.score(policy, sequences())
+        assert {own.target.name for own, *_ in calls} == projections.keys()
+        adapters = stacks(read_adapter(path)[0])
+        for own, x, bounds, out in calls:
+            adapter = adapters[own.target.path, own.target.projection]
+            starts, wanted, changes = bounds.tolist(), [], []
+            for expert in range(own.target.experts):
+                rows = x[starts[expert] : starts[expert + 1]].float()
+                changes.append(1.5 * (rows @ adapter["A"][expert].T) @ adapter["B"][expert].T)
+                wanted.append(rows @ own.weight[expert].float().T + changes[-1])
+            want, change = torch.cat(wanted), torch.cat(changes)
+            bound = 2**-7 * float(want.abs().max())
+            assert float((out.float() - want).abs().max()) < bound
+            assert 0.2 * float(change.abs().max()) > bound  # so a scale of 1.2, 0.5 or 0 would be seen
 
 
 def test_one_tensor_too_few_or_of_another_shape_is_refused(model: Path, policies: Policies) -> None:
@@ -168,8 +192,12 @@ def test_what_experts_share_is_not_also_their_own(model: Path, policies: Policie
 def test_servers_refuse_it_with_what_to_do(tmp_path: Path, model: Path, policies: Policies) -> None:
     policy, path, _, _ = policies[1]
     folders = AdapterFolders(tmp_path, linear_shapes(model))
-    with pytest.raises(EngineError, match=r"adapts experts .* only the torch engine serves: set \[trainer\] targets"):
+    with pytest.raises(EngineError, match=r"adapts experts .* only the torch engine serves") as refused:
         folders.write(policy, folders.read(policy, path))
+    said = re.search(r"set \[trainer\] targets = (\[.*?\]), or", str(refused.value))
+    assert said
+    assert json.loads(said[1]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert not resolve_targets(tiny_lm("qwen3_moe", **MIXED), json.loads(said[1])).experts
 
 
 def test_a_run_of_the_same_bits_is_refused(model: Path) -> None:
