@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 class Balance(NamedTuple):
     """`shares[rank]` are a rank's micro-batches, as many on each: lists of row numbers, dearest first, empty where
-    there is nothing to compute. `imbalance` is the busiest rank's cost in units of the mean, 1 at best."""
+    there is nothing to compute. `costs[rank]` is what a rank's rows cost: see `balance`."""
 
     shares: list[list[list[int]]]
-    imbalance: float
+    costs: list[float]
 
 
 class _Unit(NamedTuple):
@@ -51,9 +51,13 @@ def balance(
         spread = _spread(micro_batches, count)
         spread.sort(key=lambda micro_batch: -_cost(micro_batch))
         shares.append([[row for unit in micro_batch for row in unit.rows] for micro_batch in spread])
-    costs = [_cost(deal) for deal in deals]
+    return Balance(shares, [_cost(deal) for deal in deals])
+
+
+def imbalance(costs: Sequence[float]) -> float:
+    """The busiest rank's cost in units of the mean: 1 at best, and where nothing costs anything."""
     total = sum(costs)
-    return Balance(shares, max(costs) * ranks / total if total else 1.0)
+    return max(costs) * len(costs) / total if total else 1.0
 
 
 def attention_share(attention_width: int, layer_parameters: int) -> float:

@@ -121,9 +121,14 @@ class Replay:
             routes[:, layer] = chosen.to(torch.int16)
         into.append(routes)
 
+    def forget(self) -> None:
+        """What was served until now is of no interest to `metrics`."""
+        self._finished = []
+
     def metrics(self) -> dict[str, float]:
-        """Since the last call: `replay_changed`, the share of the (token, layer) pairs replayed where the live router
-        chose another set, and `replay_changed_tokens`, that of the tokens to which this happened in some layer."""
+        """Since the last call, or `forget`: `replay_changed`, the share of the (token, layer) pairs replayed where the
+        live router chose another set, and `replay_changed_tokens`, that of the tokens to which this happened in some
+        layer."""
         finished, self._finished = self._finished, []
         known = sum(int(served.known) for served in finished)
         tokens = sum(int(_known_tokens(served, self.layers).sum()) for served in finished)

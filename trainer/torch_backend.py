@@ -23,7 +23,7 @@ from async_rl.schema import ConfigError
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.tokens import TokenData, floored
-from trainer.backend import Sample
+from trainer.backend import Sample, StepResult
 from trainer.canary import Canary
 from trainer.flat_batch import Batch, unflatten
 from trainer.kinds import make_learnable
@@ -100,6 +100,11 @@ class TorchBackend(Stepping):
         return isinstance(self.learnable, LoraWeights)
 
     # --- learning ----------------------------------------------------------------------------------------------------
+
+    def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
+        if self.replay is not None:
+            self.replay.forget()  # what `reference`, or a step that failed, has left
+        return super().step(samples, rate)
 
     def _forward(self, rows: Rows, batch: Batch, where: torch.Tensor) -> tuple[torch.Tensor, TokenData]:
         """log π_θ of a micro-batch's tokens [n], and what else the loss knows of them."""

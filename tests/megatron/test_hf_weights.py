@@ -51,9 +51,9 @@ def test_what_is_read_and_written_again_is_the_same_bit_for_bit(tmp_path: Path, 
     AutoModelForCausalLM.from_pretrained(cases[-1]["out"])
 
 
-def test_a_checkpoint_may_have_several_files_and_fused_experts(tmp_path: Path) -> None:
-    wanted = stored(make_model("leading", tmp_path / "plain"))
-    fused = dict(wanted)
+def with_fused_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the kind "leading"."""
+    fused = dict(tensors)
     for layer in (1, 2):
         prefix = f"model.layers.{layer}.mlp.experts"
         each = {
@@ -62,6 +62,12 @@ def test_a_checkpoint_may_have_several_files_and_fused_experts(tmp_path: Path) -
         }
         fused[f"{prefix}.gate_up_proj"] = torch.cat([each["gate"], each["up"]], dim=1)
         fused[f"{prefix}.down_proj"] = each["down"]
+    return fused
+
+
+def test_a_checkpoint_may_have_several_files_and_fused_experts(tmp_path: Path) -> None:
+    wanted = stored(make_model("leading", tmp_path / "plain"))
+    fused = with_fused_experts(wanted)
     folder = tmp_path / "fused"
     folder.mkdir()
     (folder / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
@@ -101,6 +107,31 @@ def test_tensors_that_do_not_fit_are_one_clear_error(tmp_path: Path, change: str
         save_file(tensors, path)
     if change == "broken":
         path.write_bytes(path.read_bytes()[:-50])
+    case = {"path": str(tmp_path), "parallel": {}, "out": str(tmp_path / "out")}
+    with pytest.raises(RankFailed, match=f"AsyncRLError: .*{message}"):
+        run_ranks(1, "sharded_models:write_again", [case])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("fewer", r"experts.gate_up_proj has the shape \[4, 32, 32\], its config.json says \[8, 32, 32\]"),
+        ("more", r"experts.gate_up_proj has the shape \[16, 32, 32\], its config.json says \[8, 32, 32\]"),
+        ("missing", "missing model.layers.1.mlp.experts.3.up_proj.weight, unknown none"),
+    ],
+)
+def test_experts_of_another_number_are_one_clear_error(tmp_path: Path, change: str, message: str) -> None:
+    path = make_model("leading", tmp_path) / "model.safetensors"
+    tensors = stored(tmp_path)
+    if change == "missing":
+        del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    else:
+        tensors = with_fused_experts(tensors)
+        for name, value in tensors.items():
+            if ".experts." in name:
+                tensors[name] = value[:4].clone() if change == "fewer" else torch.cat([value, value])
+    path.unlink()
+    save_file(tensors, path)
     case = {"path": str(tmp_path), "parallel": {}, "out": str(tmp_path / "out")}
     with pytest.raises(RankFailed, match=f"AsyncRLError: .*{message}"):
         run_ranks(1, "sharded_models:write_again", [case])

@@ -81,8 +81,11 @@ def test_a_backends_life_is_the_torch_backends_over_any_ranks(
         expected = life(make(TorchBackend, model(folder, kind), trainer, "cpu"), tmp_path)
         assert found.pop("again") == (True, True), parallel
         expected.pop("again")
-        for step in ("step 0", "step 1", "alone"):
-            assert 1 <= found[step].pop("rank_imbalance") < (3 if step == "alone" else 1.2)
+        # Of all passes of a step together: the parts of two updates, each dealt out for itself, are far less even.
+        bound = 1.1 if trainer.get("updates_per_batch") else 1.06
+        for step in ("step 0", "step 1"):
+            assert 1 <= (imbalance := found[step].pop("rank_imbalance")) < bound, (parallel, step, imbalance)
+        assert found["alone"].pop("rank_imbalance") == parallel.get("data", 1), parallel
         try:
             same(found, expected, 2e-5)
         except AssertionError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from near import assert_near
 from rank_pool import run_ranks
 from routed_models import Expected, routes_of
 from sharded_models import make_model
@@ -63,42 +64,38 @@ def test_forced_routes_give_what_one_process_gives_in_every_layout(folder: Path,
         name = f"{kind} {cases[number]['parallel']} recompute={cases[number]['recompute']} known={known}"
         _, routes, wanted = expected(folder, kind, known)
         _check(name, [results[number] for results in by_rank], wanted)
-        _check_counts(name, by_rank[0][number]["counts"], routes, wanted, kind)
+        _check_counts(name, by_rank[0][number]["counts"], routes)
 
 
 def _check(name: str, found: list[dict[str, Any]], wanted: Expected) -> None:
     assert {index for rank in found for index in rank["logprobs"]} == set(range(len(wanted.logprobs))), name
-    scale = max(np.abs(values).max() for values in wanted.logprobs)
     for rank in found:
-        for index, values in rank["logprobs"].items():
-            assert np.abs(values - wanted.logprobs[index]).max() <= 1e-5 * scale, name
+        if rank["logprobs"]:  # of the last stage
+            by_index = {index: wanted.logprobs[index] for index in rank["logprobs"]}
+            assert_near(rank["logprobs"], by_index, f"{name}: log-probabilities")
         for index, went in rank["went"].items():
             for (start, length), of_sequence in zip(rank["spans"][index], wanted.went[index], strict=True):
                 np.testing.assert_array_equal(  # sets: the order of a token's experts says nothing
                     np.sort(went[start : start + length], axis=2), np.sort(of_sequence[:length], axis=2), name
                 )
     gradients = found[0]["gradients"]
-    gaps = {
-        key: float(np.abs(value - wanted.gradients[key]).max() / np.abs(wanted.gradients[key]).max())
-        for key, value in gradients.items()
-    }
-    worst = max(gaps, key=lambda key: gaps[key])
-    print(f"{name}: gradients {gaps[worst]:.1e} ({worst})")
-    assert gaps[worst] <= 1e-5, f"{name}: {worst}"
+    of_layers = {key: gradient for key, gradient in wanted.gradients.items() if key != "lm_head.weight"}
+    assert_near(gradients, of_layers, f"{name}: gradients")
     assert any(key.endswith("mlp.gate.weight") and np.abs(value).max() > 0 for key, value in gradients.items()), name
 
 
-def _check_counts(name: str, counts: dict[str, int], routes: Any, wanted: Expected, kind: str) -> None:
-    """Of what is computed: the last token of a sequence is not."""
-    given = np.concatenate([each[:-1] for batch in routes for each in batch])
-    routed = slice(1, None) if kind == "leading" else slice(None)
-    known = (given[:, routed] >= 0).all(axis=2)
-    assert counts["asked"] == known.size, name
+def _check_counts(name: str, counts: dict[str, int], routes: Any) -> None:
+    known = _known(routes)
     assert counts["known"] == known.sum(), name
     assert counts["tokens"] == known.any(axis=1).sum(), name
     # Random experts are hardly ever the live router's.
     assert 0.5 * counts["known"] < counts["changed"] <= counts["known"], name
     assert counts["changed_tokens"] <= counts["tokens"], name
+
+
+def _known(routes: Any) -> Any:
+    """Bool [tokens, layers] of what is computed: the last token of a sequence is not."""
+    return (np.concatenate([each[:-1] for batch in routes for each in batch]) >= 0).all(axis=2)
 
 
 def test_what_a_pass_recorded_is_replayed_as_it_was(folder: Path) -> None:
@@ -118,7 +115,7 @@ def test_what_a_pass_recorded_is_replayed_as_it_was(folder: Path) -> None:
     found = [results[0] for results in run_ranks(2, "routed_models:compute", [replayed])]
     _check("replayed", found, wanted)
     counts = found[0]["counts"]
-    assert counts["known"] == counts["asked"] > 0
+    assert counts["known"] == _known(routes_of(path, 1.0)).sum() > 0
     assert counts["changed"] == 0  # neither shifted by a layer or a token, nor zero
 
 

@@ -12,8 +12,9 @@ from trainer.megatron.logprobs import HeadShard, vocabulary_logprobs
 
 
 def compute(payload: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case (hidden, weight, target, ids, weights, slopes [2, n], temperature, chunk_bytes): the values, the
-    gradient in `hidden` summed over the ranks, and whether hidden and weight are what they were."""
+    """For each case (hidden, weight, target, ids, weights, slopes [rows, n], temperature, chunk_bytes): the values, the
+    gradient in `hidden` summed over the ranks, and whether hidden and weight are what they were. There is a mixture if
+    there are slopes of two rows."""
     return [_case(**case) for case in payload]
 
 
@@ -24,8 +25,9 @@ def _case(
     size = -(-len(weight) // dist.get_world_size())
     first = size * dist.get_rank()
     leaf = hidden.clone().requires_grad_()
-    shard = HeadShard(weight[first : first + size].clone(), first, dist.group.WORLD)
-    out = vocabulary_logprobs(leaf, shard, target, temperature, Mixture(ids, weights), chunk_bytes)
+    shard = HeadShard(weight[first : first + size].clone(), first, dist.group.WORLD, size)
+    mixture = Mixture(ids, weights) if len(slopes) == 2 else None
+    out = vocabulary_logprobs(leaf, shard, target, temperature, mixture, chunk_bytes)
     (out * slopes).sum().backward()
     assert leaf.grad is not None
     gradient = leaf.grad.clone()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from async_rl.parallel_config import ParallelConfig
 from trainer.head import Mixture
@@ -82,10 +83,12 @@ def mixture_of(index: int, n: int) -> Mixture:
 def of_one_process(
     path: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[list[npt.NDArray[np.float32]], dict[str, npt.NDArray[np.float32]]]:
-    """Log-probabilities of `sequences` by micro-batch, each sequence alone, and the loss's gradient in each tensor."""
+    """Log-probabilities of `sequences` by micro-batch, each sequence alone, and the loss's gradient in each tensor but
+    the head: nobody trains that here, and so where it is the embedding, too, this has the embedding's own part."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
     out = []
     for index, micro_batch in enumerate(sequences()):
         parts, targets = [], []
@@ -99,7 +102,8 @@ def of_one_process(
         means = (mixture.weights * logprobs.gather(1, mixture.ids)).sum(1)
         loss_of_tokens(index, flat, means).backward()
         out.append(flat.detach().numpy())
-    return out, _by_expert({name: parameter.grad.float() for name, parameter in model.named_parameters()})
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return out, _by_expert({name: parameter.grad.float() for name, parameter in learning.items()})
 
 
 def _by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.balance import attention_share, balance
+from trainer.balance import attention_share, balance, imbalance
 
 rows = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=40)
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 200), st.sampled_from([0.0, 0.01, 1.0]))
@@ -32,7 +32,7 @@ def test_ranks_have_equally_many_micro_batches_and_costs_that_differ_by_one_atte
 ) -> None:
     ranks, budget, quadratic = sizes
     lengths, attempts = [length for length, _ in rows], [attempt for _, attempt in rows]
-    shares, imbalance = balance(lengths, attempts, ranks, budget, quadratic)
+    shares, costs = balance(lengths, attempts, ranks, budget, quadratic)
     assert len({len(share) for share in shares}) == 1
 
     def cost(members: list[int]) -> float:
@@ -43,7 +43,8 @@ def test_ranks_have_equally_many_micro_batches_and_costs_that_differ_by_one_atte
         cost([row for row in range(len(rows)) if attempts[row] == attempt]) for attempt in dict.fromkeys(attempts)
     ]
     assert max(of_ranks) - min(of_ranks) <= max(of_attempts, default=0) * (1 + 1e-9)
-    assert imbalance == pytest.approx(max(of_ranks) * ranks / sum(of_ranks) if rows else 1.0)
+    assert costs == pytest.approx(of_ranks)
+    assert imbalance(costs) == pytest.approx(max(of_ranks) * ranks / sum(of_ranks) if rows else 1.0)
     for share in shares:  # what is computed at the same time is alike
         assert [cost(members) for members in share] == sorted((cost(members) for members in share), reverse=True)
 
@@ -55,19 +56,19 @@ def test_the_same_rows_are_dealt_the_same_way(rows: list[tuple[int, int]], sizes
 
 
 def test_nothing_to_compute_is_no_micro_batch_for_anybody() -> None:
-    assert balance([], [], 3, 100) == ([[], [], []], 1.0)
+    assert balance([], [], 3, 100) == ([[], [], []], [0, 0, 0])
 
 
 def test_fewer_attempts_than_ranks_leave_empty_micro_batches() -> None:
-    shares, imbalance = balance([5, 7], [0, 1], 4, 100)
+    shares, costs = balance([5, 7], [0, 1], 4, 100)
     assert sorted(shares) == [[[]], [[]], [[0]], [[1]]]
-    assert imbalance == pytest.approx(7 * 4 / 12)
+    assert imbalance(costs) == pytest.approx(7 * 4 / 12)
 
 
 def test_no_rank_is_idle_where_one_micro_batch_would_hold_everything() -> None:
-    shares, imbalance = balance([10] * 8, range(8), 4, 10_000)
+    shares, costs = balance([10] * 8, range(8), 4, 10_000)
     assert [len(members) for share in shares for members in share] == [2, 2, 2, 2]
-    assert imbalance == 1.0
+    assert imbalance(costs) == 1.0
 
 
 def test_a_rank_with_fewer_micro_batches_cuts_what_it_has_before_it_computes_empty_ones() -> None:
@@ -89,4 +90,4 @@ def test_long_sequences_weigh_more_than_their_tokens() -> None:
 
 def test_a_large_batch_is_even_to_a_thousandth() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 512).astype(int).clip(1, 8192).tolist()
-    assert balance(lengths, range(512), 8, 16384, attention_share(4096, 200_000_000)).imbalance < 1.001
+    assert imbalance(balance(lengths, range(512), 8, 16384, attention_share(4096, 200_000_000)).costs) < 1.001

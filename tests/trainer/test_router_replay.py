@@ -189,6 +189,19 @@ def test_updates_of_a_batch_replay_what_the_pass_before_them_chose() -> None:
     assert result.metrics["replay_changed"] > 0
 
 
+def test_a_step_counts_its_own_forwards_alone() -> None:
+    """Live routes are replayed, so nothing changes: what `reference` and a failed step served before, did change."""
+    live = [live_routes(moe_model(), tokens).astype(np.int16) for tokens in sequences()]
+    changed = samples(random_routes(LENGTHS, ROUTED))
+    ours = backend(kind="lora", rank=4, targets=("q_proj", "v_proj"))
+    ours.reference(changed)
+    assert ours.step(samples(live), 0.0).metrics["replay_changed"] == 0
+    with pytest.raises(FloatingPointError):
+        ours.step([sample._replace(advantage=float("nan")) for sample in changed], 0.0)
+    assert ours.step(samples(live), 0.0).metrics["replay_changed"] == 0
+    assert ours.step(changed, 0.0).metrics["replay_changed"] > 0.3
+
+
 def test_the_reference_goes_where_the_samples_went() -> None:
     routes = random_routes(LENGTHS, ROUTED)
     ours = backend(kind="lora", rank=4, targets=("q_proj", "v_proj"))

@@ -25,7 +25,7 @@ from async_rl.schema import ConfigError
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.tokens import floored
 from trainer.backend import Sample, StepResult
-from trainer.balance import attention_share, balance
+from trainer.balance import attention_share, balance, imbalance
 from trainer.canary import Canary
 from trainer.flat_batch import Batch, flatten, unflatten
 from trainer.head import Mixture
@@ -87,7 +87,7 @@ class MegatronBackend(Stepping):
         self.vocabulary_size = int(self.model.config.vocab_size)
         self.dtype = torch.promote_types(kind, torch.float32)
         self._attention_share = _attention_share(self.model.config)
-        self._imbalance = 1.0
+        self._costs = [0.0] * trainer.parallel.data
         self._counts: list[Counts] = []
 
     def _check_algorithm(self) -> None:
@@ -118,10 +118,10 @@ class MegatronBackend(Stepping):
 
     def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
         """See `Stepping.step`. One more metric: `rank_imbalance`, what the busiest copy of the model computed in units
-        of the mean."""
-        self._counts = []
+        of the mean, in all passes of the step together."""
+        self._costs, self._counts = [0.0] * len(self._costs), []
         result = super().step(samples, rate)
-        result.metrics["rank_imbalance"] = self._imbalance
+        result.metrics["rank_imbalance"] = imbalance(self._costs)
         return result
 
     def _flatten(self, samples: Sequence[Sample]) -> Batch:
@@ -172,7 +172,7 @@ class MegatronBackend(Stepping):
     def _deal(self, lengths: Sequence[int], attempts: Sequence[int]) -> list[list[int]]:
         data = self.model.groups.dp
         dealt = balance(lengths, attempts, data.size(), self.trainer.micro_batch_tokens, self._attention_share)
-        self._imbalance = dealt.imbalance
+        self._costs = [before + cost for before, cost in zip(self._costs, dealt.costs, strict=True)]
         return dealt.shares[data.rank()]
 
     def _micro_batch(
@@ -235,19 +235,18 @@ class MegatronBackend(Stepping):
     def _share_routes(
         self, samples: Sequence[Sample], batch: Batch, routes: list[npt.NDArray[np.int16] | None]
     ) -> None:
-        """In place: where the tokens went that other copies of the model computed, from them."""
-        config = self.model.config
-        ends = np.cumsum([0, *(len(samples[index].tokens) for index in batch.rows)])
-        shape = (int(ends[-1]), config.num_hidden_layers, config.num_experts_per_tok)
-        flat = np.full(shape, UNKNOWN, np.int32)  # gloo knows no int16
-        for index, start, end in zip(batch.rows, ends, ends[1:], strict=False):
-            if (found := routes[index]) is not None:
-                flat[start:end] = found
-        whole = torch.from_numpy(flat).to(self.device)
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self.model.groups.dp)
-        flat = whole.cpu().numpy()
-        for index, start, end in zip(batch.rows, ends, ends[1:], strict=False):
-            routes[index] = flat[start:end].astype(np.int16)
+        """In place: where the tokens went that other copies of the model computed, from them. Sample by sample: those
+        of a whole batch may be many GB."""
+        copies, config = self.model.groups.dp, self.model.config
+        if copies.size() == 1:
+            return
+        for index in batch.rows:
+            shape = (len(samples[index].tokens), config.num_hidden_layers, config.num_experts_per_tok)
+            found = routes[index]
+            own = torch.full(shape, UNKNOWN, dtype=torch.int16) if found is None else torch.from_numpy(found)
+            whole = own.to(self.device, torch.int32)  # no backend adds or compares int16
+            dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=copies)
+            routes[index] = whole.to(torch.int16).cpu().numpy()
 
     def _replay_metrics(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
         if not self._replays:

@@ -7,6 +7,10 @@ what is left: copies of the experts.
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,7 +24,8 @@ from trainer.megatron import shim
 
 def begin(parallel: ParallelConfig, device: torch.device) -> None:
     """Make the groups, and this rank's device the current one. Raises ConfigError where `parallel` does not fit the
-    number of ranks. Nothing in this backend draws at random on a rank, so there is no seed to set."""
+    number of ranks. Ranks wait for each other as long as in the default group, in whole minutes (megatron-core counts
+    them so, and would take 30). Nothing in this backend draws at random on a rank, so there is no seed to set."""
     check_parallel(parallel)
     if dist.get_world_size() != parallel.ranks:
         raise ConfigError(
@@ -36,9 +41,17 @@ def begin(parallel: ParallelConfig, device: torch.device) -> None:
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=math.ceil(_timeout(device) / timedelta(minutes=1)),
     )
     # NCCL wants all ranks of a group in its first call; two stages that send to one another are not all of them.
     dist.all_reduce(torch.zeros(1, device=device), group=parallel_state.get_pipeline_model_parallel_group())
+
+
+def _timeout(device: torch.device) -> timedelta:
+    """Of the default group's operations on a device of this kind."""
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+    found: timedelta = backend.options._timeout
+    return found
 
 
 def end() -> None:

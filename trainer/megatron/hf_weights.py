@@ -35,17 +35,19 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 def load(model: ShardedModel, path: str | Path) -> None:
     """Fill this rank's parameters. Raises AsyncRLError for tensors that are missing, too many, or of another shape."""
     with ExitStack() as stack:
-        source = _Source(Path(path), stack)
+        source = _Source(Path(path), stack, getattr(model.config, "num_experts", 0))
         source.check(tensor_names(model.config))
         for piece in pieces(model):
             piece.local.copy_(source.read(piece).reshape(piece.local.shape))
 
 
 class _Source:
-    """The tensors of a folder: which file has which, opened when they are first read."""
+    """The tensors of a folder: which file has which, opened when they are first read. `experts` are those of a layer
+    that the model has."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, experts: int) -> None:
         self.folder = folder
+        self.experts = experts
         self._stack = stack
         self._open: dict[str, Any] = {}
         try:
@@ -69,7 +71,8 @@ class _Source:
         if name in self.files or fused is None:
             return name, None, ""
         prefix, expert, part = fused.groups()
-        return f"{prefix}.{'down_proj' if part == 'down' else 'gate_up_proj'}", int(expert), part
+        whole = f"{prefix}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
+        return (whole, int(expert), part) if whole in self.files else (name, None, "")
 
     def check(self, names: list[str]) -> None:
         needed = {self.stored(name)[0] for name in names}
@@ -91,7 +94,7 @@ class _Source:
             expected = piece.shape
             if expert is not None:
                 rows = piece.shape[0]
-                expected = (shape[0], rows if part == "down" else 2 * rows, piece.shape[1])
+                expected = (self.experts, rows if part == "down" else 2 * rows, piece.shape[1])
                 start = (start[0] + (rows if part == "up" else 0), start[1])
             if shape != expected:
                 raise AsyncRLError(

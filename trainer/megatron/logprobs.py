@@ -18,11 +18,13 @@ from trainer.head import CHUNK_BYTES, Mixture, plain_logits, times_weight
 
 class HeadShard(NamedTuple):
     """A rank's rows of the head, those of the vocabulary from `first` on: `weight` [rows, width], at least one and
-    none that pads the vocabulary; and the `group` of the ranks that have the rest."""
+    none that pads the vocabulary; the `group` of the ranks that have the rest; and `room`, the rows that the rank with
+    most of them has: the same number on each."""
 
     weight: torch.Tensor
     first: int
     group: Any
+    room: int
 
     def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of these tokens have their row here (bool), and where (0 for the others)."""
@@ -50,7 +52,8 @@ def vocabulary_logprobs(
         rows = 1
     else:
         rows = 2
-    widest = max(len(head.weight), mixture.ids.shape[1] * hidden.shape[1])  # numbers at once for one token
+    # Numbers at once for one token. All ranks have to cut alike: each chunk is a few collectives.
+    widest = max(head.room, mixture.ids.shape[1] * hidden.shape[1])
     chunk = max(1, chunk_bytes // (widest * dtype.itemsize))
     learns = hidden.requires_grad and torch.is_grad_enabled()
     out: torch.Tensor = _ShardedHead.apply(hidden, head, target, mixture, temperature, chunk, learns)

@@ -14,7 +14,10 @@ bytes, for a model of b bytes to a number over T tensor, E expert and X expert-t
 - at work: what is there besides at the fullest moment, of the widest layer (with recomputation all that one keeps,
   too) or of the head.
 
-It assumes that every expert gets as many tokens as the others. `measure_memory` compares it with what a process takes.
+It assumes that every expert gets as many tokens as the others. It leaves out what depends on the batch: with router
+replay 2 bytes for each choice of each token that a copy of the model computes, in all layers (`trainer.logprobs.Rows`),
+and 2 for each that the routers of the stage made (`trainer.megatron.replay.Served`). `measure_memory` compares it with
+what a process takes.
 """
 
 from __future__ import annotations

@@ -194,11 +194,6 @@ class ShardedModel:
     def stage(self) -> Stage:
         return self.chunks[0]
 
-    @property
-    def layers(self) -> range:
-        """The numbers of this rank's layers in the whole model, from 0."""
-        return self.stage.numbers
-
     def named_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """This rank's layers, each with its number in the whole model."""
         yield from zip(self.stage.numbers, self.stage.decoder.layers, strict=True)

@@ -135,7 +135,7 @@ def _logprobs(model: ShardedModel, hidden: torch.Tensor, batch: Scored, temperat
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor)
     weight = model.stage.head_weight
     first = tensor.rank() * len(weight)
-    head = HeadShard(weight[: model.config.vocab_size - first], first, tensor)
+    head = HeadShard(weight[: model.config.vocab_size - first], first, tensor, room=len(weight))
     return vocabulary_logprobs(hidden[rows.position, 0], head, rows.target, temperature, mixture)
 
 

@@ -104,11 +104,10 @@ def on_this_rank(routes: torch.Tensor, tokens: int, rank: int, ranks: int) -> to
 
 
 class Counts(NamedTuple):
-    """Over all data ranks: (token, layer) pairs that were asked for experts, of which `known` were served, and of these
+    """Over all data ranks: (token, layer) pairs whose experts are `known` because they were served, and of these
     `changed`, where the live router chose another set; tokens of which some layer was served, and of these those that
     some layer changed."""
 
-    asked: int
     known: int
     changed: int
     tokens: int
@@ -155,12 +154,11 @@ def _count(model: Any, served: Served, sums: torch.Tensor) -> None:
         differs = _known(given) & (given.sort(dim=1)[0] != live.sort(dim=1)[0]).any(dim=1)
         known += _known(given)
         changed += differs
-        sums[0] += real
     for number, each in enumerate((known, changed)):
-        sums[1 + number] += each.sum()
+        sums[number] += each.sum()
         dist.all_reduce(each, group=model.groups.pp)
         if model.groups.pp.rank() == 0:
-            sums[3 + number] += each.count_nonzero()
+            sums[2 + number] += each.count_nonzero()
 
 
 def _own(model: Any, served: Served) -> int:

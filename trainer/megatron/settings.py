@@ -14,6 +14,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
+from async_rl.routes import route_shape
 from async_rl.schema import ConfigError
 
 
@@ -86,12 +87,9 @@ def is_mixture(config: Any) -> bool:
 
 def sparse_layers(config: Any) -> list[bool]:
     """Which layers, from the first, have experts in place of an MLP."""
-    if not is_mixture(config):
-        return [False] * config.num_hidden_layers
-    return [
-        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    ]
+    shape = route_shape(config.to_dict()) if is_mixture(config) else None
+    routed = shape.routed if shape else ()
+    return [layer in routed for layer in range(config.num_hidden_layers)]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:

@@ -1,7 +1,8 @@
 """The process group of a trainer's ranks, and what rank 0 tells the others by it.
 
 Calls and what became of them go over a gloo group of their own, whose ranks may wait for the next call as long as rank
-0 may wait for a batch. What is computed together has the default group, whose time-out is that of work.
+0 may wait for a batch. What is computed together has the default group, whose time-out is that of work, and groups
+that the backend makes with the same one.
 """
 
 from __future__ import annotations
