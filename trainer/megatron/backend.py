@@ -244,7 +244,7 @@ class MegatronBackend(Stepping):
             shape = (len(samples[index].tokens), config.num_hidden_layers, config.num_experts_per_tok)
             found = routes[index]
             own = torch.full(shape, UNKNOWN, dtype=torch.int16) if found is None else torch.from_numpy(found)
-            whole = own.to(self.device, torch.int32)  # no backend adds or compares int16
+            whole = own.to(self.device, torch.int32)  # neither gloo nor NCCL knows int16
             dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=copies)
             routes[index] = whole.to(torch.int16).cpu().numpy()
 
