@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from real_runs import wait_for
 
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 from async_rl.run.process import EXIT_AGAIN
+from trainer.ranks.channel import failure_in
 from trainer.ranks.place import Place, check_world, torchrun_place
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "small_rank.py"
@@ -121,6 +124,46 @@ def test_a_rank_that_fails_alone_in_a_step_is_named_with_its_reason(tmp_path: Pa
     reason = "rank 1 of the trainer failed: ValueError: out of memory, say; the others wait for it in vain"
     assert (code, last) == (1, f"error: {reason}")
     assert leader.left() == []
+
+
+@pytest.mark.parametrize(
+    ("case", "last_line"),
+    [
+        ("one raises", "RankFailed: rank 1 of the trainer failed: ValueError: attempt 7 cannot be trained"),
+        ("all raise", "ValueError: attempt 7 cannot be trained"),
+    ],
+)
+def test_an_error_that_every_start_would_meet_is_raised_on_rank_0_which_has_time_to_tell_others(
+    case: str, last_line: str, tmp_path: Path, leaders: list[Leader]
+) -> None:
+    leaders.append(leader := Leader(tmp_path, case))
+    code, out, last = leader.outcome()
+    assert (code, out) == (1, ["told the others"])
+    assert last.endswith(last_line)
+    assert leader.left() == []
+
+
+def test_a_failure_that_is_over_between_two_looks_at_the_store_is_none(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store.set_timeout(timedelta(seconds=0.2))
+
+    class OverMeanwhile:
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            return store.get(key)
+
+    began = time.monotonic()
+    assert failure_in(OverMeanwhile()) is None  # type: ignore[arg-type]
+    assert time.monotonic() - began < 5
+
+
+def test_a_trainer_does_not_outlive_the_watch_over_its_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", str(SCRIPT), "unwatched", str(tmp_path / "meeting")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 1
+    assert ended.stderr.strip() == "error: nobody looks after the ranks any more: KeyError: 'what'"
 
 
 def test_ranks_die_with_the_first_even_in_the_middle_of_a_step(tmp_path: Path, leaders: list[Leader]) -> None:

@@ -2,6 +2,7 @@
 
     python -P small_rank.py --config FILE …         a follower, as `trainer.ranks.leader` starts it
     python -P small_rank.py lead FOLDER CASE        rank 0: does what CASE says (CASES), and prints what came of it
+    python -P small_rank.py unwatched FOLDER        a process whose watch over its ranks fails
 
 What happens in a step is said by its rate: see `SmallBackend.step`.
 """
@@ -28,11 +29,12 @@ from trainer.backend import Sample, StepResult
 from trainer.canary import Canary
 from trainer.push_sizes import PushSizes
 from trainer.ranks import follower
+from trainer.ranks.children import Children
 from trainer.ranks.leader import LeadBackend, leading
 from trainer.ranks.place import Place
 
 WORLD = 3
-FINE, NOT_FINITE, ONE_RANK_FAILS, ONE_RANK_DIES, NEVER_ENDS, ONE_RANK_REFUSES = range(6)
+FINE, NOT_FINITE, ONE_RANK_FAILS, ONE_RANK_DIES, NEVER_ENDS, ONE_RANK_REFUSES, ONE_RANK_RAISES, ALL_RAISE = range(8)
 CONFIG = Config(
     run=RunConfig(work_timeout=100.0),
     model=ModelConfig(path="none"),
@@ -62,13 +64,15 @@ class SmallBackend:
             raise ValueError("out of memory, say")
         if rate == ONE_RANK_REFUSES and self.place.rank == 2:
             raise AsyncRLError("its disk is full")
+        if rate == ALL_RAISE or (rate == ONE_RANK_RAISES and self.place.rank == 1):
+            raise ValueError("attempt 7 cannot be trained")
         if rate == ONE_RANK_DIES and self.place.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if rate == NEVER_ENDS:
             (self.folder / f"in-step-{self.place.rank}").write_text(str(os.getpid()))
             time.sleep(60)
         total = torch.tensor(float(samples[0].tokens.sum()) + self.place.rank, dtype=torch.float64)
-        if rate != ONE_RANK_REFUSES:
+        if rate not in (ONE_RANK_REFUSES, ONE_RANK_RAISES):
             dist.all_reduce(total)
         return StepResult({"total": float(total)}, [samples[0].behaviour * 2], False)
 
@@ -148,12 +152,27 @@ def steps(rate: int) -> Callable[[LeadBackend, Path], None]:
     return step
 
 
+def tells(rate: int) -> Callable[[LeadBackend, Path], None]:
+    """Fails of a step, and takes its time to tell others, as a learner does."""
+
+    def step(backend: LeadBackend, folder: Path) -> None:
+        try:
+            backend.step([a_sample()], rate)
+        finally:
+            time.sleep(2.5)
+            print("told the others", flush=True)
+
+    return step
+
+
 CASES: dict[str, Callable[[LeadBackend, Path], None]] = {
     "everything": everything,
     "idles": idles,
     "one fails": steps(ONE_RANK_FAILS),
     "one dies": steps(ONE_RANK_DIES),
     "hangs": steps(NEVER_ENDS),
+    "one raises": tells(ONE_RANK_RAISES),
+    "all raise": tells(ALL_RAISE),
 }
 
 
@@ -166,9 +185,19 @@ def lead(folder: Path, case: str) -> None:
     print("done")
 
 
+def unwatched(folder: Path) -> None:
+    def failure() -> str:
+        raise KeyError("what")
+
+    Children([], "trainer", None, folder).watch(failure)
+    time.sleep(60)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "lead":
         lead(Path(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "unwatched":
+        unwatched(Path(sys.argv[2]))
     else:
         follower.main(lambda _config, folder: lambda place: SmallBackend(place, folder))

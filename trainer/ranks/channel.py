@@ -25,6 +25,7 @@ Result = TypeVar("Result")
 
 LOOPBACK = "lo"
 FAILED = "failed"  # the key under which a rank leaves what it failed of, should the others wait for it in vain
+LOOK_TIMEOUT_S = 1.0  # for a look at that key, which may go away meanwhile
 IDLE_EXTRA_S = 600.0  # for what has a limit of its own between two calls: publishing, status, results
 
 
@@ -108,6 +109,12 @@ class Channel:
             raise failures[0].error()
         return result
 
+    def store_to_watch(self) -> dist.Store:
+        """For `failure_in`, from another thread."""
+        store = self.store.clone()
+        store.set_timeout(timedelta(seconds=LOOK_TIMEOUT_S))
+        return store
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -137,8 +144,12 @@ class Channel:
 
 
 def failure_in(store: dist.Store) -> Failure | None:
-    """What some rank failed of in a call that has not ended yet."""
-    return msgspec.json.decode(store.get(FAILED), type=Failure) if store.check([FAILED]) else None
+    """What some rank failed of in a call that has not ended yet. None as well where the store does not say: the call
+    may end, and the key go, between two looks; and a store that is gone is for others to notice."""
+    try:
+        return msgspec.json.decode(store.get(FAILED), type=Failure) if store.check([FAILED]) else None
+    except (RuntimeError, msgspec.DecodeError):
+        return None
 
 
 def idle_limit_s(config: Config) -> float:

@@ -81,7 +81,7 @@ class Children:
     def watch(self, failure: Callable[[], str]) -> None:
         """From now on, a rank that is lost ends this process. `failure` says what a rank failed of while the others are
         in the same call, "" if none did."""
-        threading.Thread(target=self._watch, args=(failure,), name="ranks", daemon=True).start()
+        threading.Thread(target=self._keep_watch, args=(failure,), name="ranks", daemon=True).start()
 
     def lost(self, error: Exception) -> NoReturn:
         """A rank did not answer: end this process, with what is known."""
@@ -108,6 +108,13 @@ class Children:
         for child in self._children:
             with suppress(subprocess.TimeoutExpired):  # one that its disk holds
                 child.process.wait(timeout=END_S)
+
+    def _keep_watch(self, failure: Callable[[], str]) -> None:
+        """Without a watch nothing would end a trainer that waits in vain, so it does not outlive one."""
+        try:
+            self._watch(failure)
+        except Exception as error:
+            self._end_process(f"nobody looks after the ranks any more: {type(error).__name__}: {error}", 1)
 
     def _watch(self, failure: Callable[[], str]) -> None:
         failing_since: float | None = None

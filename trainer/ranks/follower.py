@@ -37,7 +37,7 @@ def follow(config: Config, place: Place, build: Build, watchdog: Watchdog) -> No
         with watchdog.working("waits for the other ranks"):
             channel = Channel(place, config)
         with watchdog.working("loads the model"):
-            backend = channel.together(lambda: build(place))
+            backend = _begin(channel, lambda: build(place))
         while True:
             with watchdog.expect("waits for rank 0's next call", idle_limit_s(config)):
                 call = decode(channel.hear())
@@ -50,12 +50,30 @@ def follow(config: Config, place: Place, build: Build, watchdog: Watchdog) -> No
         raise AsyncRLError(f"rank {place.rank} ends, as another is gone: {lost}") from lost
 
 
+def _begin(channel: Channel, build: Callable[[], Backend]) -> Backend:
+    """Where it fails on any rank, rank 0 says why and hangs up: to end before would look like the cause. Raises Lost
+    then."""
+    try:
+        return channel.together(build)
+    except Lost:
+        raise
+    except Exception as error:
+        log.error("no backend: %s: %s", type(error).__name__, error, exc_info=not isinstance(error, AsyncRLError))
+        channel.hear()
+        raise
+
+
 def _do(channel: Channel, call: Computed, backend: Backend) -> None:
-    """An error is rank 0's to raise: what all ranks raise alike changes nothing here."""
+    """An error is rank 0's to raise, which has been told of it: it ends the trainer, or says what comes next. A rank
+    that ended by itself would look like one that was lost, which another start may mend."""
     try:
         channel.together(lambda: call.run(backend))
+    except Lost:
+        raise
     except (AsyncRLError, FloatingPointError) as error:
         log.warning("%s: %s", type(call).__name__, error)
+    except Exception:
+        log.exception("%s failed; rank 0 knows", type(call).__name__)
 
 
 def main(build_of: Callable[[Config, Path], Build]) -> NoReturn:

@@ -171,7 +171,7 @@ def _lead(config: Config, place: Place, children: Children, build: Build) -> Ite
         channel = Channel(place, config)
     except Lost as lost:
         children.lost(lost)
-    failures.store = channel.store.clone()
+    failures.store = channel.store_to_watch()
     backend = LeadBackend(channel, children, lambda: build(place))
     log.info("%d ranks compute together", place.world)
     yield backend
