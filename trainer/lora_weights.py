@@ -85,18 +85,18 @@ class LoraWeights(AdamW):
     def load(self, folder: Path) -> None:
         counters = optimizer_state.read_counters(folder, "lora")
         if not (folder / optimizer_state.ADAPTER_FILE).is_file():
-            self._load_parts(folder)
+            self._load_parts(folder, counters)
             self.steps = counters.optimizer_steps
             return
         tensors = optimizer_state.read_adapter_tensors(folder, counters, self._config)
         optimizer_state.restore(folder, tensors, self.parameters, self.optimizer)
         self.steps = counters.optimizer_steps
 
-    def _load_parts(self, folder: Path) -> None:
+    def _load_parts(self, folder: Path, counters: optimizer_state.Counters) -> None:
         """Of backend megatron."""
         from trainer.megatron import saved
 
-        state = saved.read_for_one_process(folder, self.parameters, self._config)
+        state = saved.read_for_one_process(folder, counters, self.parameters, self._config)
         saved.restore(state, self.parameters, self.optimizer)
 
     @property

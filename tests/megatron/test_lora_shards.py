@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from adapter_plans import layouts, plan_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
-from trainer.megatron.saved import read_state, read_whole, write_shard
+from async_rl.policy.adapter import policy_digest
+from trainer.megatron.saved import read_for_one_process, read_state, read_whole, write_shard
 from trainer.megatron.slices import Owners, Plan, pieces, place_of, whole
 from trainer.optimizer_state import Counters
 
@@ -20,10 +24,14 @@ CONFIG = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]}
 FEW = layouts().filter(lambda parallel: parallel.ranks <= 8)
 
 
-def write(folder: Path, plan: Plan, ranks: list[int] | None = None) -> dict[str, torch.Tensor]:
-    """A checkpoint as `plan`'s ranks make it, of a step of AdamW; the values. `ranks`: those that come to write."""
-    generator = torch.Generator().manual_seed(0)
+def write(
+    folder: Path, plan: Plan, ranks: list[int] | None = None, seed: int = 0, steps: int = 1
+) -> tuple[dict[str, torch.Tensor], Counters]:
+    """A checkpoint as `plan`'s ranks make it, of AdamW after a step or more that moved nothing; the values, and what
+    backend.json would say. `ranks`: those that come to write."""
+    generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in whole(plan).items()}
+    counters = Counters(steps, policy_digest(tensors, CONFIG), "")
     owners = Owners(plan)
     writing = [rank for rank in range(plan.parallel.ranks) if owners.of(rank)]
     for rank in writing if ranks is None else ranks:
@@ -32,9 +40,10 @@ def write(folder: Path, plan: Plan, ranks: list[int] | None = None) -> dict[str,
         optimizer = torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=0.0)
         for parameter in parameters.values():
             parameter.grad = parameter.detach() * 10
-        optimizer.step()
-        write_shard(folder, rank, writing, own, parameters, optimizer, CONFIG)
-    return tensors
+        for _ in range(steps):
+            optimizer.step()
+        write_shard(folder, counters, rank, writing, own, parameters, optimizer, CONFIG)
+    return tensors, counters
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,11 +52,11 @@ def test_any_layout_reads_what_any_other_wrote(
     tmp_path_factory: pytest.TempPathFactory, before: ParallelConfig, after: ParallelConfig, shared: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
-    tensors = write(folder, plan_of(before, shared_outer=shared))
+    tensors, counters = write(folder, plan_of(before, shared_outer=shared))
     plan = plan_of(after, shared_outer=shared)
     for rank in range(after.ranks):
         held = {piece.name: piece for piece in pieces(plan, place_of(rank, after)).values()}
-        state = read_state(folder, held.values(), whole(plan), CONFIG)
+        state = read_state(folder, counters, held.values(), whole(plan), CONFIG)
         assert state.values.keys() == state.moments.keys() == held.keys()
         for name, piece in held.items():
             assert torch.equal(state.values[name], tensors[name][piece.index])
@@ -59,18 +68,50 @@ def test_any_layout_reads_what_any_other_wrote(
 
 def test_parts_that_are_written_twice_or_not_at_all_are_refused(tmp_path: Path) -> None:
     plan = plan_of(ParallelConfig(tensor=2, sequence=True))
-    write(tmp_path, plan)
+    _, counters = write(tmp_path, plan)
     shard = tmp_path / "shard-00001.safetensors"
     (tmp_path / "shard-00000.safetensors").replace(shard)
     write(tmp_path, plan, [0])
     with pytest.raises(AsyncRLError, match="do not make up the whole tensor"):
-        read_state(tmp_path, [], whole(plan), CONFIG)
+        read_state(tmp_path, counters, [], whole(plan), CONFIG)
     shard.unlink()
     with pytest.raises(AsyncRLError, match=r"shard-00001\.safetensors is missing"):
-        read_state(tmp_path, [], whole(plan), CONFIG)
+        read_state(tmp_path, counters, [], whole(plan), CONFIG)
 
 
-def test_another_policy_than_the_counters_name_is_not_exported(tmp_path: Path) -> None:
-    write(tmp_path, plan_of(ParallelConfig(pipeline=2)))
-    with pytest.raises(AsyncRLError, match="its shards together are not the policy abababab"):
-        read_whole(tmp_path, Counters(1, "ab" * 32, ""))
+def parameters_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 2), (7, 1), (7, 2)])
+def test_files_of_two_checkpoints_are_not_read_as_one(tmp_path: Path, seed: int, steps: int) -> None:
+    """Of the same adapter and layout, of other values or other steps; nor those of one with the other's counters."""
+    plan = plan_of(ParallelConfig(pipeline=2))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for each in (first, second):
+        each.mkdir()
+    tensors, counters = write(first, plan)
+    _, others = write(second, plan, seed=seed, steps=steps)
+    read_state(first, counters, [], whole(plan), CONFIG)
+    read_for_one_process(second, others, parameters_of(tensors), CONFIG)
+    with pytest.raises(AsyncRLError, match=r"shard-00000.* after 1 steps, backend.json .*: files of two checkpoints"):
+        read_state(first, others, [], whole(plan), CONFIG)
+    shutil.copy2(second / "shard-00001.safetensors", first)
+    with pytest.raises(AsyncRLError, match=rf"shard-00001.* after {steps} steps, backend.json .*: files of two"):
+        read_state(first, counters, [], whole(plan), CONFIG)
+
+
+def test_another_policy_than_the_counters_name_is_not_loaded_nor_exported(tmp_path: Path) -> None:
+    """Values that are not those of the digest, which every file names."""
+    plan = plan_of(ParallelConfig(pipeline=2))
+    tensors, counters = write(tmp_path, plan)
+    path = tmp_path / "shard-00000.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    found = load_file(path)
+    next(tensor for key, tensor in found.items() if key.startswith("value/")).add_(1)
+    save_file(found, path, metadata=metadata)
+    with pytest.raises(AsyncRLError, match="its shards together are not the policy"):
+        read_whole(tmp_path, counters)
+    with pytest.raises(AsyncRLError, match="its shards together are not the policy"):
+        read_for_one_process(tmp_path, counters, parameters_of(tensors), CONFIG)

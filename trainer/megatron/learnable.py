@@ -110,20 +110,20 @@ class LoraShards(AdamW):
     def save(self, folder: Path) -> None:
         """shard-*.safetensors of the ranks that own some of the adapter, and backend.json, into a folder that all ranks
         see."""
+        counters = Counters(self.steps, self._digest(), self.model_path, "lora")
         mine, error = self.owners.of(dist.get_rank()), None
         writing = collect.ranks_that(bool(mine), self.model.device)
         try:
             if mine:
-                saved.write_shard(folder, dist.get_rank(), writing, mine, self.parameters, self.optimizer, self._config)
+                own = (mine, self.parameters, self.optimizer)
+                saved.write_shard(folder, counters, dist.get_rank(), writing, *own, self._config)
         except Exception as raised:
             error = raised
         collect.agree(error, f"writing a part of checkpoint {folder}", self.model.device)
-        tensors = collect.gather(self.parameters, self.owners)
 
         def write() -> str:
-            digest = policy_digest(tensors, self._config)
-            write_counters(folder, Counters(self.steps, digest, self.model_path, "lora"))
-            return digest
+            write_counters(folder, counters)
+            return counters.digest
 
         self._on_rank_0(write, f"writing checkpoint {folder}")
 
@@ -132,7 +132,7 @@ class LoraShards(AdamW):
         error, counters, state = None, None, None
         try:
             counters = read_counters(folder, "lora")
-            state = saved.read_state(folder, self.pieces.values(), whole(self.plan), self._config)
+            state = saved.read_state(folder, counters, self.pieces.values(), whole(self.plan), self._config)
         except Exception as raised:
             error = raised
         collect.agree(error, f"reading checkpoint {folder}", self.model.device)
@@ -140,6 +140,11 @@ class LoraShards(AdamW):
         assert state is not None
         saved.restore(state, self.parameters, self.optimizer)
         self.steps = counters.optimizer_steps
+
+    def _digest(self) -> str:
+        """Of the policy, on every rank; the whole adapter is on rank 0 only for as long as this takes."""
+        tensors = collect.gather(self.parameters, self.owners)
+        return self._on_rank_0(lambda: policy_digest(tensors, self._config), "reading the policy's digest")
 
     def _on_rank_0(self, make: Callable[[], str], what: str) -> str:
         return collect.on_rank_0(make, what, self.model.device)

@@ -2,8 +2,9 @@
 
 shard-00003.safetensors holds, of each tensor that rank 3 owns a part of, "value/NAME" and once it has had a gradient
 AdamW's "exp_avg/NAME" and "exp_avg_sq/NAME"; its metadata say, as JSON, where the parts lie in the whole tensors, which
-ranks wrote a file, and the adapter's config. backend.json is as in every checkpoint. The two files of the torch backend
-are read as parts, too, which are whole: so a run may change its backend.
+ranks wrote a file, the adapter's config, and of which checkpoint the file is: the policy's digest and the steps taken,
+as in backend.json, so that files of two checkpoints are never read as one. The two files of the torch backend are read
+as parts, too, which are whole: so a run may change its backend.
 
 No megatron-core here: `async-rl export` reads these files on any machine.
 """
@@ -39,8 +40,11 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The metadata of a file. `ranks` are those that wrote one."""
+    """The metadata of a file. `policy` is the digest of the whole adapter and `steps` counts the optimiser's, as in
+    backend.json; `ranks` are those that wrote one."""
 
+    policy: str
+    steps: int
     ranks: list[int]
     config: str
     tensors: dict[str, Part]
@@ -82,6 +86,7 @@ def has_shards(folder: Path) -> bool:
 
 def write_shard(
     folder: Path,
+    counters: Counters,
     rank: int,
     ranks: Iterable[int],
     pieces: Iterable[Piece],
@@ -89,7 +94,7 @@ def write_shard(
     optimizer: torch.optim.Optimizer,
     config: Mapping[str, Any],
 ) -> None:
-    """What `rank` owns: `pieces`, at least one. `ranks` are all that own some."""
+    """What `rank` owns: `pieces`, at least one. `ranks` are all that own some; `counters` are the checkpoint's."""
     tensors: dict[str, torch.Tensor] = {}
     parts: dict[str, Part] = {}
     for piece in pieces:
@@ -100,13 +105,14 @@ def write_shard(
             tensors[f"{moment}/{piece.name}"] = state[moment].detach().cpu().contiguous()
         step = float(state["step"]) if state else None
         parts[piece.name] = Part(piece.shape, (piece.rows[0], piece.columns[0]), step)
-    shards = Shards(sorted(ranks), canonical_config(config), parts)
+    shards = Shards(counters.digest, counters.optimizer_steps, sorted(ranks), canonical_config(config), parts)
     save_file(tensors, folder / shard_file(rank), metadata={SHARDS_KEY: msgspec.json.encode(shards).decode()})
 
 
-def read_index(folder: Path) -> Index:
-    """Raises AsyncRLError for files that are missing or broken, or that do not make up whole tensors."""
-    index = _index_of_shards(folder) if has_shards(folder) else _index_of_whole_files(folder)
+def read_index(folder: Path, counters: Counters) -> Index:
+    """Raises AsyncRLError for files that are missing or broken, of another checkpoint than `counters`, or that do not
+    make up whole tensors."""
+    index = _index_of_shards(folder, counters) if has_shards(folder) else _index_of_whole_files(folder)
     for (_, name), tiles in index.tiles.items():
         _check_tiles(folder, name, index.shapes[name], tiles)
     for name in index.shapes:
@@ -116,10 +122,12 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def read_state(folder: Path, pieces: Iterable[Piece], shapes: Mapping[str, Pair], config: Mapping[str, Any]) -> State:
+def read_state(
+    folder: Path, counters: Counters, pieces: Iterable[Piece], shapes: Mapping[str, Pair], config: Mapping[str, Any]
+) -> State:
     """What a rank that holds `pieces` needs; `shapes` are those of every tensor of the model's adapter. Raises
     AsyncRLError for files that are missing or broken, or of another adapter."""
-    index = read_index(folder)
+    index = read_index(folder, counters)
     if index.config != canonical_config(config):
         raise AsyncRLError(
             f"checkpoint {folder}: its adapter is {index.config}, the configuration asks for "
@@ -155,30 +163,39 @@ def restore(state: State, parameters: Mapping[str, torch.nn.Parameter], optimize
 
 
 def read_for_one_process(
-    folder: Path, parameters: Mapping[str, torch.nn.Parameter], config: Mapping[str, Any]
+    folder: Path, counters: Counters, parameters: Mapping[str, torch.nn.Parameter], config: Mapping[str, Any]
 ) -> State:
-    """`read_state` for somebody who holds every tensor whole."""
+    """`read_state` for somebody who holds every tensor whole, and so can say whether it is the policy that `counters`
+    names. Raises AsyncRLError, also when it is not."""
     shapes = {name: (parameter.shape[0], parameter.shape[1]) for name, parameter in parameters.items()}
     pieces = [Piece(name, shape, (0, shape[0]), (0, shape[1]), True, ()) for name, shape in shapes.items()]
-    return read_state(folder, pieces, shapes, config)
+    state = read_state(folder, counters, pieces, shapes, config)
+    _check_digest(folder, counters, state.values, config)
+    return state
 
 
 def read_whole(folder: Path, counters: Counters) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Every tensor of the adapter, and its config, as `async_rl.policy.adapter.read_adapter` gives them. Raises
     AsyncRLError also when it is not the policy that `counters` names."""
-    index = read_index(folder)
+    index = read_index(folder, counters)
     files = _Files()
     tensors = {
         name: _assemble(files, index.tiles[VALUE, name], (0, shape[0]), (0, shape[1]))
         for name, shape in index.shapes.items()
     }
     config = msgspec.json.decode(index.config)
-    if policy_digest(tensors, config) != counters.digest:
-        raise AsyncRLError(f"checkpoint {folder}: its shards together are not the policy {counters.digest[:16]}…")
+    _check_digest(folder, counters, tensors, config)
     return tensors, config
 
 
-def _index_of_shards(folder: Path) -> Index:
+def _check_digest(
+    folder: Path, counters: Counters, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> None:
+    if policy_digest(tensors, config) != counters.digest:
+        raise AsyncRLError(f"checkpoint {folder}: its shards together are not the policy {counters.digest[:16]}…")
+
+
+def _index_of_shards(folder: Path, counters: Counters) -> Index:
     files = {path: _shards(path) for path in sorted(folder.glob("shard-*.safetensors"))}
     first = next(iter(files.values()))
     expected = {folder / shard_file(rank) for rank in first.ranks}
@@ -189,6 +206,11 @@ def _index_of_shards(folder: Path) -> Index:
     for path, shards in files.items():
         if (shards.config, shards.ranks) != (first.config, first.ranks):
             raise AsyncRLError(f"checkpoint {folder}: {path.name} is of another checkpoint than the files beside it")
+        if (shards.policy, shards.steps) != (counters.digest, counters.optimizer_steps):
+            raise AsyncRLError(
+                f"checkpoint {folder}: {path.name} is of policy {shards.policy[:16]}… after {shards.steps} steps, "
+                f"backend.json of {counters.digest[:16]}… after {counters.optimizer_steps}: files of two checkpoints"
+            )
         stored = _stored_shapes(path)
         for name, part in shards.tensors.items():
             if index.shapes.setdefault(name, part.shape) != part.shape:
