@@ -75,3 +75,14 @@ def test_torchrun_writes_a_whole_model_of_a_checkpoint(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     with pytest.raises(AsyncRLError, match="exists and is not an empty folder"):
         export_merged(load_config(str(config)), checkpoint, tmp_path / "whole", torch.device("cpu"))
+
+
+def test_what_cannot_be_written_is_one_message_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    path = make_model("dense", tmp_path / "model")
+    (tmp_path / "file").touch()
+    case = {"path": str(path), "parallel": {"pipeline": 2}, "recompute": False, "trainer": {}}
+    folders = [str(tmp_path / "file" / "whole"), str(tmp_path / "full")]
+    first, second = run_ranks(2, "lora_ranks:unwritable", {"case": case, "folders": folders})
+    assert [f"{folders[0]}.partial cannot be written" in first[0], "No space left" in first[1]] == [True, True]
+    assert second == [f"writing the whole model failed on rank 0: {said}" for said in first]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "model"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -258,6 +260,24 @@ def half(payload: dict[str, Any]) -> dict[str, Any]:
         learnable.export(Path(payload["folder"]) / "adapter.safetensors")
         learnable.export_merged(Path(payload["folder"]) / "merged")
         return {"loss": loss, "norm": norm, "dtypes": dtypes}
+    finally:
+        ranks.close()
+
+
+def unwritable(payload: dict[str, Any]) -> list[str]:
+    """What merging into each of `folders` says on this rank; the last time the disk is full."""
+    from trainer.megatron import hf_weights
+
+    ranks, said = OnRanks(**payload["case"]), []
+    full = mock.patch.object(hf_weights, "save_file", side_effect=OSError(28, "No space left on device"))
+    try:
+        for folder in payload["folders"]:
+            with full if folder == payload["folders"][-1] else nullcontext():
+                try:
+                    ranks.learnable.export_merged(Path(folder))
+                except AsyncRLError as error:
+                    said.append(str(error))
+        return said
     finally:
         ranks.close()
 

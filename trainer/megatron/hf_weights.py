@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_rl.errors import AsyncRLError
+from trainer.megatron import collect
 from trainer.megatron.pieces import Piece, pieces, tensor_names
 
 if TYPE_CHECKING:
@@ -191,36 +193,61 @@ def write(
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the whole model in Hugging Face layout, from rank 0 (every rank calls it): config.json, and files of about
-    `file_bytes` with their index. What is not weights (tokenizer) is the caller's."""
-    files: list[dict[str, torch.Tensor]] = [{}]
-    weight_map: dict[str, int] = {}
-    total = held_bytes = 0
-    rank = dist.get_rank()
+    `file_bytes` with their index. What is not weights (tokenizer) is the caller's. Raises AsyncRLError on every rank
+    when it cannot be written."""
+    files = _NewFiles(folder, file_bytes)
+    rank, error = dist.get_rank(), None
     if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        error = _error_of(partial(files.begin, model), folder)
+    for name, value in full_tensors(model, value_of):
+        # After an error rank 0 goes on receiving, else the others would wait for it.
+        if value is not None and error is None:
+            error = _error_of(partial(files.add, name, value), folder)
+    if rank == 0 and error is None:
+        error = _error_of(files.finish, folder)
+    collect.agree(error, "writing the whole model", model.device)
+
+
+def _error_of(step: Callable[[], None], folder: Path) -> AsyncRLError | None:
+    """What went wrong with the disk."""
+    try:
+        step()
+    except (OSError, SafetensorError) as error:
+        return AsyncRLError(f"{folder} cannot be written: {error}: make room, or name another folder")
+    return None
+
+
+class _NewFiles:
+    """The files of a whole model, of about `file_bytes` each; one is in memory until it is full."""
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        self._folder, self._file_bytes = folder, file_bytes
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._weight_map: dict[str, int] = {}
+        self._number, self._held, self._total = 1, 0, 0
+
+    def begin(self, model: ShardedModel) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         config = copy.deepcopy(model.config)
         config.dtype = model.stage.config.params_dtype  # which may not be that of the checkpoint that was read
-        config.save_pretrained(folder)
-    for name, value in full_tensors(model, value_of):
-        if value is None:
-            continue
-        if held_bytes and held_bytes + value.nbytes > file_bytes:
-            _write_file(folder, len(files), files[-1])
-            files[-1] = {}
-            files.append({})
-            held_bytes = 0
-        files[-1][name] = value
-        weight_map[name] = len(files)
-        held_bytes += value.nbytes
-        total += value.nbytes
-    if rank == 0:
-        _write_file(folder, len(files), files[-1])
-        _name_files(folder, len(files), weight_map, total)
-    dist.barrier()
+        config.save_pretrained(self._folder)
 
+    def add(self, name: str, value: torch.Tensor) -> None:
+        if self._held and self._held + value.nbytes > self._file_bytes:
+            self._write()
+            self._tensors, self._held = {}, 0
+            self._number += 1
+        self._tensors[name] = value
+        self._weight_map[name] = self._number
+        self._held += value.nbytes
+        self._total += value.nbytes
 
-def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(tensors, folder / f"model-{number:05d}.part", metadata={"format": "pt"})
+    def finish(self) -> None:
+        self._write()
+        _name_files(self._folder, self._number, self._weight_map, self._total)
+
+    def _write(self) -> None:
+        save_file(self._tensors, self._folder / f"model-{self._number:05d}.part", metadata={"format": "pt"})
 
 
 def _name_files(folder: Path, count: int, weight_map: dict[str, int], total: int) -> None:

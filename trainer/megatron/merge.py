@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.megatron import hf_weights
+from async_rl.errors import AsyncRLError
+from trainer.megatron import collect, hf_weights
 from trainer.megatron.lora import Adapters
 from trainer.megatron.model import ShardedModel
 from trainer.megatron.pieces import Piece
@@ -17,7 +18,7 @@ from trainer.whole_model import COMPANIONS
 
 def write_merged(model: ShardedModel, adapters: Adapters, folder: Path, base: str) -> None:
     """W + scale·B·A in Hugging Face layout, summed in the adapter's dtype and rounded once to the model's, with the
-    companions of the model at `base`. Called on all ranks at once; rank 0 writes."""
+    companions of the model at `base`. Called on all ranks at once; rank 0 writes. Raises AsyncRLError on all."""
 
     def merged(piece: Piece) -> torch.Tensor:
         change = adapters.weight_change(piece.name.removesuffix(".weight"))
@@ -26,8 +27,23 @@ def write_merged(model: ShardedModel, adapters: Adapters, folder: Path, base: st
         weight = piece.local.reshape(piece.size)
         return (weight.to(change.dtype) + change).to(weight.dtype)
 
-    hf_weights.write(model, folder, merged)
+    part = folder.with_name(f"{folder.name}.partial")  # renamed when it is whole
+
+    def finish() -> str:
+        try:
+            for pattern in COMPANIONS:
+                for path in sorted(Path(base).glob(pattern)):
+                    shutil.copy2(path, part / path.name)
+            part.rename(folder)
+        except OSError as error:
+            raise AsyncRLError(f"{folder} cannot be written: {error}") from error
+        return ""
+
     if dist.get_rank() == 0:
-        for pattern in COMPANIONS:
-            for path in sorted(Path(base).glob(pattern)):
-                shutil.copy2(path, folder / path.name)
+        shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+    try:
+        hf_weights.write(model, part, merged)
+        collect.on_rank_0(finish, f"writing {folder}", model.device)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
