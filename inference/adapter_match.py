@@ -13,19 +13,13 @@ from typing import Any
 
 import torch
 
-from async_rl.policy.adapter import TENSOR_PREFIX
+from async_rl.policy.adapter import AdapterError, lora_scale, means, split_tensor_name
 from async_rl.policy.experts import ExpertTarget
 from inference.engine import EngineError
 from inference.slot_linear import LowRank
 
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
-
-
-def lora_scale(config: Mapping[str, Any]) -> float:
-    """alpha/r, or alpha/sqrt(r) with rank-stabilised LoRA (arXiv:2312.03732)."""
-    rank = int(config["r"])
-    return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def match_adapter(
@@ -45,7 +39,7 @@ def match_adapter(
     targeted = {*targets, *(name for name, each in shared.items() if not set(targets).isdisjoint(each.modules()))}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        module, part = split_tensor_name(name)
+        module, part = module_and_part(name)
         if module not in shapes and module not in shared:
             raise EngineError(f"adapter tensor {name!r} matches no linear module of the model, nor experts")
         if module not in targeted:
@@ -73,7 +67,7 @@ def matched_modules(
 ) -> tuple[str, ...]:
     """Those of an adapter's modules that `adapters` has: of experts each one's, and what all of them share. Sorted."""
     projection = {name: each.name for each in experts for name in (each.name, *each.modules())}
-    modules = {split_tensor_name(name)[0] for name in tensors}
+    modules = {module_and_part(name)[0] for name in tensors}
     return tuple(sorted(module for module in modules if projection.get(module, module) in adapters))
 
 
@@ -98,19 +92,19 @@ def _with_shared(
     return whole
 
 
-def split_tensor_name(name: str) -> tuple[str, str]:
-    """`base_model.model.<module>.lora_A.weight` -> (module, "A")."""
-    for suffix, part in ((A_SUFFIX, "A"), (B_SUFFIX, "B")):
-        if name.startswith(TENSOR_PREFIX) and name.endswith(suffix):
-            return name[len(TENSOR_PREFIX) : -len(suffix)], part
-    raise EngineError(f"adapter tensor {name!r} is not named {TENSOR_PREFIX}<module>{A_SUFFIX} or …{B_SUFFIX}")
+def module_and_part(name: str) -> tuple[str, str]:
+    """Of a tensor's name. Raises EngineError."""
+    try:
+        return split_tensor_name(name)
+    except AdapterError as error:
+        raise EngineError(str(error)) from error
 
 
 def targeted_modules(targets: Sequence[str], modules: Mapping[str, Any]) -> list[str]:
     """Module names that PEFT's target list means (a full name, or the end of one after a dot), sorted."""
     matched = set()
     for target in targets:
-        hits = [name for name in modules if name == target or name.endswith("." + target)]
+        hits = [name for name in modules if means(target, name)]
         if not hits:
             raise EngineError(f"adapter target {target!r} matches no linear module of the model")
         matched.update(hits)

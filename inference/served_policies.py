@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from async_rl.policy.adapter import canonical_config
 from async_rl.policy.update_file import STORAGE, Storage
 from async_rl.version import PolicyId
-from inference.adapter_match import match_adapter, split_tensor_name
+from inference.adapter_match import match_adapter, module_and_part
 from inference.adapter_slots import Adapter, read_content
 from inference.engine import EngineError
 from inference.model_loading import end_tokens, load_model
@@ -91,7 +91,7 @@ class AdapterFolders:
 
     def _refuse_experts(self, policy: PolicyId, content: Adapter) -> None:
         """No server was shown to compute with adapters on experts (SGLang cannot on a CPU, nor vLLM)."""
-        modules = {split_tensor_name(name)[0] for name in content.tensors}
+        modules = {module_and_part(name)[0] for name in content.tensors}
         of_experts = sorted(name for name in modules if name not in self._shapes and ".experts." in name)
         if not of_experts:
             return

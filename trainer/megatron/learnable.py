@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import TrainerConfig
-from async_rl.policy.adapter import policy_digest, write_adapter
+from async_rl.policy.adapter import policy_digest, shared_name, write_adapter
 from trainer.adamw import AdamW
 from trainer.adapter_init import dense_a, expert_a
 from trainer.canary import Canary, Scores, make_canary, noise, same_norm
@@ -180,7 +179,7 @@ class LoraShards(AdamW):
         by_module = dict(zip(places, squares.tolist(), strict=True))
         shared: dict[str, list[float]] = {}
         for module, square in by_module.items():
-            shared.setdefault(_without_expert(module), []).append(square)
+            shared.setdefault(shared_name(module), []).append(square)
         means = {module: sum(each) / len(each) for module, each in shared.items()}
         return {module: same_norm(square) for module, square in (means | by_module).items()}
 
@@ -247,7 +246,3 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _without_expert(module: str) -> str:
-    return re.sub(r"\.experts\.\d+\.", ".experts.", module)

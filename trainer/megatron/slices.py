@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
-from async_rl.policy.adapter import TENSOR_PREFIX
+from async_rl.policy import adapter
 from trainer.targets import Target
 
 Axis = Literal["tensor", "data", "expert_tensor", "expert", "expert_data"]
@@ -123,8 +123,8 @@ def locate(module: str) -> Position:
 def tensor_name(module: str, part: Part, shared: bool = False) -> str:
     """In the adapter file. What the experts share bears no expert's number."""
     if shared:
-        module = re.sub(r"\.experts\.\d+\.", ".experts.", module)
-    return f"{TENSOR_PREFIX}{module}.lora_{part}.weight"
+        module = adapter.shared_name(module)
+    return adapter.tensor_name(module, part)
 
 
 def is_shared(plan: Plan, module: Target, part: Part) -> bool:
