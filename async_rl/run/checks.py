@@ -201,9 +201,10 @@ def check_model(config: Config) -> str:
 
 
 def memory_estimate(config: Config, name: str, overrides: Sequence[str]) -> str:
-    """What each rank of the Megatron backend will need, as text; "" for other backends, and for a small model that is
-    yet to be made. It needs no torch, and no model where [model] shape says how large that is. Raises AsyncRLError."""
-    if config.trainer.backend != "megatron" or not (config.model.path or is_made(model_path(config))):
+    """What each rank of the Megatron backend will need, as text; "" for other backends. It needs no torch, and no model
+    where [model] shape or [model.tiny] says how large that is. Raises AsyncRLError, also for a layout that the model
+    cannot have."""
+    if config.trainer.backend != "megatron":
         return ""
     check_house(["trainer"])
     options = [part for override in overrides for part in ("--set", override)]

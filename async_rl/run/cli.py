@@ -19,6 +19,7 @@ from async_rl.config import Config, Dtype, load_config, shipped_configs
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import node_groups
 from async_rl.run.checks import (
+    check_backend,
     check_engines,
     check_expert_adapters,
     check_installed,
@@ -232,6 +233,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         check_task(config)
         # What has no environment of its own can be checked where nothing of it is installed.
         check_engines([group for group in groups if group.inference.engine != "torch"], config.task)
+        check_backend(config)
         check_trackers(config)
         config = with_keys(config, *DIALLING, services=True)
         console.print(dry_run_table(config, check_model(config)), highlight=False, soft_wrap=True)

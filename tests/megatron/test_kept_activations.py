@@ -12,7 +12,7 @@ from kept_activations import RANK, TOKENS, model_of
 from rank_pool import run_ranks
 
 from async_rl.parallel_config import ParallelConfig
-from trainer.megatron import memory, settings
+from trainer.megatron import memory
 from trainer.megatron.layer_memory import Ranks, kept, micro_batch
 from trainer.megatron.shape import shape_in
 
@@ -48,13 +48,6 @@ def test_a_layer_keeps_what_was_counted(world: int, tmp_path: Path) -> None:
         for found in by_rank:
             print(case, found[number], wanted)
             assert found[number] == wanted, case
-
-
-def test_stages_have_the_layers_that_are_counted() -> None:
-    for layers in (1, 7, 8, 64):
-        for stages in (1, 2, 3, 8):
-            for stage in range(min(stages, layers)):
-                assert memory.stage_layers(layers, stages, stage) == settings.stage_layers(layers, stages, stage)
 
 
 def test_the_estimate_is_within_a_tenth_of_what_ranks_took() -> None:

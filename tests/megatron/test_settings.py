@@ -13,12 +13,11 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 from async_rl.schema import ConfigError
+from trainer.megatron.layout import check_layout, padded_vocabulary, stage_layers
 from trainer.megatron.settings import (
-    check_layout,
-    padded_vocabulary,
     read_config,
+    shape_of,
     sparse_layers,
-    stage_layers,
     transformer_config,
 )
 
@@ -60,12 +59,12 @@ def test_a_folder_without_a_model_is_an_error_that_names_it(tmp_path: Path) -> N
         (Qwen3Config(**(SIZES | {"vocab_size": 1})), {"tensor": 2}, "tensor = 2 ranks, but the model has 1 tokens"),
         (mixture(), {"tensor": 2}, "needs sequence = true"),
         (mixture(), {"data": 3, "expert": 3}, "expert = 3 does not divide the model's 8 experts"),
-        (mixture(moe_intermediate_size=15), {"data": 2, "expert_tensor": 2}, "does not divide an expert's columns"),
+        (mixture(moe_intermediate_size=15), {"data": 2, "expert_tensor": 2}, "does not divide an expert's 15 columns"),
     ],
 )
 def test_a_layout_that_the_model_does_not_take_is_refused(config: Any, parallel: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[trainer.parallel\] .*{message}"):
-        check_layout(config, ParallelConfig(**parallel))
+        check_layout(shape_of(config), ParallelConfig(**parallel))
 
 
 def test_layers_are_dealt_out_evenly_in_order() -> None:
@@ -95,4 +94,4 @@ def test_numbers_are_handed_on_as_they_are() -> None:
     assert (settings.num_layers, settings.pipeline_model_parallel_size) == (4, 1)
     assert not settings.moe_router_pre_softmax
     assert transformer_config(mixture(norm_topk_prob=False), parallel, torch.bfloat16).moe_router_pre_softmax
-    assert [padded_vocabulary(config, tensor) for tensor in (1, 2, 4)] == [67, 68, 68]
+    assert [padded_vocabulary(config.vocab_size, tensor) for tensor in (1, 2, 4)] == [67, 68, 68]

@@ -23,7 +23,7 @@ def _sketch(
     path: str, parallel: dict[str, Any], recompute: bool, modules: list[tuple[str, int, int]], factors: dict[str, Any]
 ) -> dict[str, Any]:
     from trainer.megatron import groups, hf_weights, model, passes
-    from trainer.megatron.settings import stage_layers
+    from trainer.megatron.layout import stage_layers
     from trainer.megatron.sketching import ShardedSketches
     from trainer.megatron.slices import Plan
     from trainer.targets import Target

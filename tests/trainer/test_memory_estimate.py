@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from async_rl.config import CONFIGS, ConfigError, ModelConfig, TrainerConfig, load_config
 from async_rl.parallel_config import ParallelConfig
+from async_rl.run import checks
 from async_rl.run.cli import main
-from trainer import head
+from trainer import head, tiny_model
 from trainer.megatron import memory
 from trainer.megatron.layer_memory import Ranks
+from trainer.megatron.layout import stage_layers
 from trainer.megatron.memory import adapter_numbers, estimate, weight_numbers
-from trainer.megatron.shape import ModelShape, read_shape, shape_in, shipped_shapes
+from trainer.megatron.shape import TINY_VOCABULARY, ModelShape, read_shape, shape_in, shipped_shapes
 
 BIG = ("qwen3-30b-a3b-megatron", "trillion-class")
 SIZES: dict[str, Any] = {
@@ -64,7 +66,7 @@ def test_the_shipped_shapes_are_as_large_as_their_names_say() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_together_hold_every_weight_and_what_is_replicated_as_often_as_they_are(layout: ParallelConfig) -> None:
     model = shape()
-    stages = [memory.stage_layers(4, layout.pipeline, stage) for stage in range(layout.pipeline)]
+    stages = [stage_layers(4, layout.pipeline, stage) for stage in range(layout.pipeline)]
     held = sum(weight_numbers(model, layers, layout) for layers in stages) * layout.tensor * layout.data
     width, ranks = 32, layout.tensor * layout.data
     experts = 3 * 8 * 3 * width * 24  # three layers, each over all ranks of a stage
@@ -98,6 +100,32 @@ def test_a_stage_has_a_micro_batch_for_each_stage_from_it_to_the_last() -> None:
     stages = estimate(shape(), lora(ParallelConfig(pipeline=4)), "float32").stages
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
     assert stages[1].activations > 1.4 * stages[2].activations
+
+
+def test_a_sequence_longer_than_the_budget_is_what_is_counted() -> None:
+    short, even, long = (
+        estimate(shape(), lora(micro_batch_tokens=512), "float32", longest=longest).largest
+        for longest in (0, 512, 4096)
+    )
+    assert short == even
+    assert long == estimate(shape(), lora(micro_batch_tokens=4096), "float32").largest
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        (lora(targets=("q_proj", "qkv")), "'qkv' matches nothing .* q_proj, k_proj"),
+        (lora(targets=("lm_head",)), "'lm_head' matches nothing"),
+        (lora(ParallelConfig(pipeline=2), targets=("layers.0.self_attn.q_proj",)), "layers 2 to 3, pipeline stage 1"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(trainer: TrainerConfig, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        estimate(shape(), trainer, "float32")
+
+
+def test_characters_of_the_made_model_are_counted() -> None:
+    assert len(tiny_model.SPECIAL) + len(tiny_model.CHARACTERS) == TINY_VOCABULARY
 
 
 def test_chunks_of_logits_are_those_of_the_head() -> None:
@@ -139,6 +167,8 @@ def test_what_has_no_shape_is_refused(
     ("layout", "says"),
     [
         (ParallelConfig(tensor=4, sequence=True), "tensor = 4 does not divide the model's 2 key and value heads"),
+        (ParallelConfig(tensor=2), "tensor = 2 of a mixture of experts needs sequence = true"),
+        (ParallelConfig(data=5, expert_tensor=5), "expert_tensor = 5 does not divide an expert's 24 columns"),
         (ParallelConfig(pipeline=5), "pipeline = 5 stages, but the model has 4 layers"),
         (ParallelConfig(data=3, expert=3), "expert = 3 does not divide the model's 8 experts"),
     ],
@@ -161,7 +191,9 @@ def test_a_dry_run_prints_the_estimate_where_neither_model_nor_data_nor_engine_a
     assert "data/gsm8k" in said.err
     config = load_config(name)
     replays = config.algorithm.router_replay != "none"
-    found = estimate(read_shape(config.model)[0], config.trainer, config.model.dtype, replays=replays)
+    longest = config.inference.max_context
+    shape = read_shape(config.model)[0]
+    found = estimate(shape, config.trainer, config.model.dtype, longest=longest, replays=replays)
     rows = {tuple(line.split()[-6:]) for line in said.out.splitlines()}
     for stage in found.stages:
         parts = (stage.weights, stage.adapters, stage.learning, stage.activations, stage.at_work, stage.total)
@@ -176,6 +208,21 @@ def test_a_dry_run_says_when_the_layout_does_not_fit_the_model(
     monkeypatch.chdir(tmp_path)
     assert main(["run", "trillion-class", "--dry-run", "--set", "trainer.parallel.expert=7"]) == 1
     assert "[trainer.parallel]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "code"), [((), 0), (("--set", "trainer.parallel.pipeline=3"), 1)])
+def test_a_dry_run_knows_a_model_that_is_yet_to_be_made(
+    change: tuple[str, ...],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(checks, "BACKENDS", {})
+    assert main(["run", "quickstart-moe", "--dry-run", *change]) == code
+    said = capfd.readouterr()
+    assert "[model.tiny]" in said.out if code == 0 else "[trainer.parallel]" in said.err
 
 
 @pytest.mark.parametrize("name", BIG)

@@ -21,10 +21,10 @@ from trainer.adapter_init import dense_a, expert_a
 from trainer.canary import Canary, Scores, make_canary, noise, same_norm
 from trainer.lora import adapted_modules, adapter_config, check_alpha, write_peft_folder
 from trainer.megatron import collect, merge, saved
+from trainer.megatron.layout import stage_layers
 from trainer.megatron.lora import Adapters, Factors, find_sites
 from trainer.megatron.model import ShardedModel
 from trainer.megatron.pieces import pieces as base_pieces
-from trainer.megatron.settings import stage_layers
 from trainer.megatron.slices import (
     PARTS,
     Owners,

@@ -22,13 +22,12 @@ what a process takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from async_rl.parallel_config import ParallelConfig
-from async_rl.schema import ConfigError
 from async_rl.trainer_config import TrainerConfig
 from trainer.megatron.layer_memory import WIDE, Ranks, Work, at_work, head, kept, micro_batch
+from trainer.megatron.layout import adapted, check_layout, check_targets, stage_layers
 from trainer.megatron.shape import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -66,13 +65,17 @@ class Estimate(NamedTuple):
         return max(self.stages, key=lambda stage: stage.total)
 
 
-def estimate(shape: ModelShape, trainer: TrainerConfig, dtype: str, *, replays: bool = False) -> Estimate:
-    """For [trainer] of backend "megatron" and [model] dtype; `replays`: with router replay. Raises ConfigError for a
-    layout that does not divide the model."""
+def estimate(
+    shape: ModelShape, trainer: TrainerConfig, dtype: str, *, longest: int = 0, replays: bool = False
+) -> Estimate:
+    """For [trainer] of backend "megatron" and [model] dtype; `longest`: tokens that one sequence may have, which is
+    computed alone where it exceeds micro_batch_tokens; `replays`: with router replay. Raises ConfigError for a layout
+    that does not divide the model, and for targets that it does not have."""
     parallel = trainer.parallel
-    _check(shape, parallel)
+    check_layout(shape, parallel)
+    check_targets(shape, trainer)
     ranks = adapter_ranks(trainer)
-    work = micro_batch(shape, parallel, ranks, trainer.micro_batch_tokens, BYTES[dtype], replays=replays)
+    work = micro_batch(shape, parallel, ranks, max(trainer.micro_batch_tokens, longest), BYTES[dtype], replays=replays)
     outer = trainer.expert_adapters == "shared_outer"
     stages = []
     for number in range(parallel.pipeline):
@@ -98,17 +101,10 @@ def estimate(shape: ModelShape, trainer: TrainerConfig, dtype: str, *, replays: 
     return Estimate(tuple(stages), shape.parameters, whole)
 
 
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of a pipeline stage: as many as of any other or one more, which the first stages have."""
-    short, longer = divmod(layers, stages)
-    first = stage * short + min(stage, longer)
-    return range(first, first + short + (stage < longer))
-
-
 def adapter_ranks(trainer: TrainerConfig) -> Ranks:
     """[trainer] rank for each kind of matrix that is adapted: all of them where `targets` is empty."""
-    targets = trainer.targets or Ranks._fields
-    return Ranks(*(trainer.rank * (name in targets) for name in Ranks._fields))
+    names = adapted(trainer)
+    return Ranks(*(trainer.rank * (name in names) for name in Ranks._fields))
 
 
 def weight_numbers(shape: ModelShape, layers: range, parallel: ParallelConfig) -> int:
@@ -176,18 +172,3 @@ def _again(work: Work, layer: int) -> int:
     """What a layer keeps that is computed again; its input is there already, and so is the first norm's if that needs
     no copy."""
     return kept(work, layer) - (work.stream if work.dtype == WIDE else 0)
-
-
-def _check(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raises ConfigError; the backend itself refuses more (trainer/megatron/settings.py)."""
-    wrong: Iterable[tuple[bool, str]] = (
-        (shape.num_key_value_heads % parallel.tensor > 0, f"tensor = {parallel.tensor} does not divide the model's "
-         f"{shape.num_key_value_heads} key and value heads"),
-        (parallel.pipeline > shape.num_hidden_layers, f"pipeline = {parallel.pipeline} stages, but the model has "
-         f"{shape.num_hidden_layers} layers"),
-        (max(shape.experts, 1) % parallel.expert > 0, f"expert = {parallel.expert} does not divide the model's "
-         f"{max(shape.experts, 1)} experts"),
-    )  # fmt: skip
-    for is_so, why in wrong:
-        if is_so:
-            raise ConfigError(f"[trainer.parallel] {why}: change it")

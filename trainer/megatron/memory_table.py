@@ -18,11 +18,12 @@ from rich.text import Text
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.errors import AsyncRLError
+from async_rl.inference_config import node_groups
 from async_rl.parallel_config import check_parallel
 from async_rl.run.model_cache import model_path
 from trainer.megatron.layer_memory import WIDE
 from trainer.megatron.memory import Estimate, Stage, estimate
-from trainer.megatron.shape import read_shape
+from trainer.megatron.shape import ModelShape, read_shape, tiny_shape
 
 PARTS = {
     "weights": "weights",
@@ -55,20 +56,41 @@ def memory_text(config: Config) -> Group:
     if config.trainer.backend != "megatron":
         raise ConfigError('there is an estimate of memory for [trainer] backend = "megatron" alone')
     check_parallel(config.trainer.parallel)
-    shape, file = read_shape(msgspec.structs.replace(config.model, path=str(model_path(config))))
+    shape, file = _shape(config)
     replays = config.algorithm.router_replay != "none"
-    found = estimate(shape, config.trainer, config.model.dtype, replays=replays)
+    if replays and not any(shape.has_experts(layer) for layer in range(shape.num_hidden_layers)):
+        raise ConfigError('[algorithm] router_replay: the model has no experts: set it to "none"')
+    found = estimate(shape, config.trainer, config.model.dtype, longest=_longest(config), replays=replays)
     return Group(Text(_heading(config, found, file)), _table(found), Text("\n".join(_remarks(found))))
 
 
-def _heading(config: Config, found: Estimate, file: Path) -> str:
+def _shape(config: Config) -> tuple[ModelShape, Path | str]:
+    path = model_path(config)
+    if config.model.tiny and not config.model.path and not (path / "config.json").is_file():
+        return tiny_shape(config.model.tiny), "[model.tiny]"
+    return read_shape(msgspec.structs.replace(config.model, path=str(path)))
+
+
+def _longest(config: Config) -> int:
+    """Tokens that a sequence may have."""
+    return max(group.inference.max_context for group in node_groups(config.inference))
+
+
+def _micro_batch(config: Config) -> str:
+    budget, longest = config.trainer.micro_batch_tokens, _longest(config)
+    if longest <= budget:
+        return f"micro-batches of {budget:,} tokens"
+    return f"micro-batches of one sequence of {longest:,} tokens (max_context; micro_batch_tokens are only {budget:,})"
+
+
+def _heading(config: Config, found: Estimate, file: Path | str) -> str:
     trainer, parallel = config.trainer, config.trainer.parallel
     over = f"{parallel.tensor} tensor × {parallel.pipeline} pipeline × {parallel.data} data"
     experts = f", experts over {parallel.expert} × {parallel.expert_tensor} of them"
     return (
         f"estimated memory of each of {parallel.ranks} ranks ({over}{experts}), in GB of 10⁹ bytes\n"
         f"{found.parameters / GB:,.1f} billion parameters in {config.model.dtype} ({file}), adapters of rank "
-        f"{trainer.rank}, micro-batches of {trainer.micro_batch_tokens:,} tokens"
+        f"{trainer.rank}, {_micro_batch(config)}"
         f"{', layers computed again' if trainer.activation_checkpointing else ''}"
     )
 

@@ -26,13 +26,12 @@ from async_rl.parallel_config import ParallelConfig
 from trainer.logprobs import Rows
 from trainer.megatron import groups, hf_weights, replay
 from trainer.megatron.attention import Norm, PackedAttention, Packing, rotary_angles
+from trainer.megatron.layout import check_layout, padded_vocabulary, stage_layers
 from trainer.megatron.settings import (
-    check_layout,
     head_size,
-    padded_vocabulary,
     read_config,
+    shape_of,
     sparse_layers,
-    stage_layers,
     transformer_config,
 )
 
@@ -59,7 +58,7 @@ class Stage(MegatronModule):
         self.numbers = numbers
         self.tensor = pg.tp
         self.first, self.last = numbers.start == 0, numbers.stop == hf.num_hidden_layers
-        vocabulary = padded_vocabulary(hf, settings.tensor_model_parallel_size)
+        vocabulary = padded_vocabulary(hf.vocab_size, settings.tensor_model_parallel_size)
         if self.first:
             self.embedding = VocabParallelEmbedding(
                 vocabulary,
@@ -206,7 +205,7 @@ def build(
     called. With `recompute` a layer keeps only its input and is computed again in the backward pass. Raises
     AsyncRLError."""
     hf = read_config(path)
-    check_layout(hf, parallel)
+    check_layout(shape_of(hf), parallel)
     pg = groups.current()
     numbers = stage_layers(hf.num_hidden_layers, parallel.pipeline, pg.pp.rank())
     stage = Stage(hf, transformer_config(hf, parallel, dtype), numbers, pg, recompute).eval()

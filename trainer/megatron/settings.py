@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
@@ -15,7 +16,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 from async_rl.routes import route_shape
-from async_rl.schema import ConfigError
+from trainer.megatron.shape import ModelShape
 
 
 def read_config(path: str | Path) -> Qwen3Config | Qwen3MoeConfig:
@@ -49,36 +50,9 @@ def check_model(config: Any) -> None:
         )
 
 
-def check_layout(config: Any, parallel: ParallelConfig) -> None:
-    """Raises ConfigError where the model cannot be divided so."""
-    tensor = parallel.tensor
-    experts = config.num_experts if is_mixture(config) else 1
-    wrong = {
-        f"tensor = {tensor} does not divide the model's {config.num_key_value_heads} key and value heads": (
-            config.num_key_value_heads % tensor
-        ),
-        f"tensor = {tensor} does not divide the MLP's {config.intermediate_size} columns": (
-            any(not sparse for sparse in sparse_layers(config)) and config.intermediate_size % tensor
-        ),
-        f"tensor = {tensor} ranks, but the model has {config.vocab_size} tokens": (
-            padded_vocabulary(config, tensor) // tensor * (tensor - 1) >= config.vocab_size
-        ),
-        f"pipeline = {parallel.pipeline} stages, but the model has {config.num_hidden_layers} layers": (
-            parallel.pipeline > config.num_hidden_layers
-        ),
-        f"tensor = {tensor} of a mixture of experts needs sequence = true: else each tensor rank would send the same "
-        "tokens to the experts": is_mixture(config) and tensor > 1 and not parallel.sequence,
-        f"expert = {parallel.expert} does not divide the model's {experts} experts": experts % parallel.expert,
-        f"expert_tensor = {parallel.expert_tensor}, but the model has no experts": (
-            not is_mixture(config) and parallel.expert_tensor > 1
-        ),
-        f"expert_tensor = {parallel.expert_tensor} does not divide an expert's columns": (
-            is_mixture(config) and config.moe_intermediate_size % parallel.expert_tensor
-        ),
-    }
-    for why, is_so in wrong.items():
-        if is_so:
-            raise ConfigError(f"[trainer.parallel] {why}")
+def shape_of(config: Any) -> ModelShape:
+    """What the estimate and the checks that need no torch know of a model."""
+    return msgspec.convert(config.to_dict(), ModelShape)
 
 
 def is_mixture(config: Any) -> bool:
@@ -90,19 +64,6 @@ def sparse_layers(config: Any) -> list[bool]:
     shape = route_shape(config.to_dict()) if is_mixture(config) else None
     routed = shape.routed if shape else ()
     return [layer in routed for layer in range(config.num_hidden_layers)]
-
-
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of a pipeline stage: neighbours, as many as in any other stage or one more."""
-    short, longer = divmod(layers, stages)
-    first = stage * short + min(stage, longer)
-    return range(first, first + short + (stage < longer))
-
-
-def padded_vocabulary(config: Any, tensor: int) -> int:
-    """Rows of the embedding and the head when each tensor rank has as many; those beyond the vocabulary count for
-    nothing."""
-    return -(-config.vocab_size // tensor) * tensor
 
 
 def transformer_config(config: Any, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:

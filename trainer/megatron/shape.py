@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from async_rl.config import CONFIGS, ConfigError, ModelConfig
+from async_rl.config import CONFIGS, ConfigError, ModelConfig, TinyModelConfig
 from async_rl.schema import PositiveInt
 
 SHAPES = CONFIGS / "shapes"
 KINDS = ("qwen3", "qwen3_moe")
+TINY_VOCABULARY = 100  # of trainer.tiny_model, which needs torch
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, rename={"head_size": "head_dim"}):
@@ -87,6 +88,22 @@ def read_shape(model: ModelConfig) -> tuple[ModelShape, Path]:
             )
         file = shipped_shapes().get(model.shape, SHAPES / f"{model.shape}.json")
     return shape_in(file), file
+
+
+def tiny_shape(tiny: TinyModelConfig) -> ModelShape:
+    """Of the model that [model.tiny] makes."""
+    return ModelShape(
+        model_type="qwen3_moe" if tiny.experts else "qwen3",
+        vocab_size=TINY_VOCABULARY,
+        hidden_size=tiny.hidden,
+        intermediate_size=tiny.intermediate,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        num_experts=tiny.experts,
+        num_experts_per_tok=tiny.experts_per_token if tiny.experts else 0,
+        moe_intermediate_size=tiny.expert_intermediate if tiny.experts else 0,
+    )
 
 
 def shape_in(file: Path) -> ModelShape:
