@@ -133,6 +133,11 @@ def check_config(config: Config) -> None:
         raise ConfigError('[task] needs a key `kind`: which task to train on, for example kind = "digit_sort"')
     if not config.model.path and config.model.tiny is None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
+    if config.model.shape and config.trainer.backend != "megatron":
+        raise ConfigError(
+            f'[model] shape = "{config.model.shape}" has no meaning with [trainer] backend = "{config.trainer.backend}", '
+            'only with "megatron": remove it'
+        )
     check_buffer(buffer)
     check_credit(config.algorithm, group_size=buffer.group_size, max_new_tokens=inference.max_new_tokens)
     updates = config.trainer.updates_per_batch

@@ -17,7 +17,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.run.watchdog import Watchdog
 from trainer.backend import Backend
-from trainer.ranks.place import Place, check_world, torchrun_place
+from trainer.ranks.place import Place, check_devices, check_world, torchrun_place
 
 
 def make_backend(config: Config, model_path: Path) -> Backend:
@@ -76,7 +76,8 @@ def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
     def build(place: Place) -> Backend:
         device = resolve_device(config.model.device)
         if device.type == "cuda":
-            device = torch.device("cuda", place.local % torch.cuda.device_count())
+            check_devices(place, torch.cuda.device_count())
+            device = torch.device("cuda", place.local)
         else:
             # Read when megatron-core is imported, whose small functions a compiler would take minutes for.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"

@@ -72,8 +72,8 @@ def check_backend(config: Config) -> None:
     if missing:
         raise AsyncRLError(
             f'[trainer] backend = "{config.trainer.backend}" needs megatron-core and triton, and there is no '
-            f"{' and no '.join(missing)} here: in the checkout, `make test-megatron` installs both, or pip install "
-            "--no-deps --ignore-requires-python -c constraints.txt megatron-core triton"
+            f"{' and no '.join(missing)} here: in the checkout, pip install '.[megatron]' on Python 3.12 or newer; on "
+            "3.11, pip install --no-deps --ignore-requires-python -c constraints.txt megatron-core triton"
         )
 
 

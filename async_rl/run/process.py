@@ -176,10 +176,11 @@ def follow_parent() -> None:
 
 
 def _exporting(context: PoolContext, module: str) -> AbstractContextManager[None]:
-    """Metrics for Prometheus, if the config wants them; the pool is the package that the module lies in."""
-    if not context.config.run.prometheus:
-        return nullcontext()
+    """Metrics for Prometheus, if the config wants them; the pool is the package that the module lies in. Of a trainer's
+    ranks that torchrun started the first alone has some, and all have one name."""
     pool = Path(module).parent.name or module.partition(".")[0]
+    if not context.config.run.prometheus or (pool == "trainer" and int(os.environ.get("RANK", "0")) > 0):
+        return nullcontext()
     labels = {"run": context.directory.path.name, "pool": pool}
     return context.exporter.serve(context.directory.path / "prometheus", context.name, labels)
 

@@ -20,7 +20,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 from async_rl.run.process import EXIT_AGAIN
 from trainer.ranks.channel import failure_in
-from trainer.ranks.place import Place, check_world, torchrun_place
+from trainer.ranks.place import Place, check_devices, check_world, torchrun_place
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "small_rank.py"
 LIMIT_S = 120.0
@@ -107,6 +107,17 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_trainer_which_
     assert leader.left() == []
 
 
+def test_a_rank_that_is_stopped_for_long_counts_as_lost(tmp_path: Path, leaders: list[Leader]) -> None:
+    leaders.append(leader := Leader(tmp_path, "idles, and looks for stopped ones"))
+    pid = leader.pid(2)
+    wait_for((tmp_path / "idle").exists, LIMIT_S, "rank 0")
+    os.kill(pid, signal.SIGSTOP)
+    code, _, last = leader.outcome()
+    log = tmp_path / "trainer-rank2.log"
+    assert (code, last) == (EXIT_AGAIN, f"error: rank 2 has been stopped for 0.5 s; log: {log}")
+    assert leader.left() == []
+
+
 def test_a_rank_that_dies_in_a_step_ends_the_trainer_although_the_others_wait_for_it(
     tmp_path: Path, leaders: list[Leader]
 ) -> None:
@@ -188,6 +199,15 @@ def test_what_torchrun_says_is_read_and_has_to_fit_the_layout() -> None:
     place = torchrun_place(environment)
     assert place == Place(3, 4, 1)
     assert torchrun_place({}) is None
+    assert torchrun_place(environment | {"RANK": "0", "WORLD_SIZE": "1"}) is None
     check_world(place, ParallelConfig(tensor=2, data=2))
     with pytest.raises(AsyncRLError, match=r"torchrun started 4 processes.* needs 8: change one of them"):
         check_world(place, ParallelConfig(tensor=2, pipeline=2, data=2))
+
+
+def test_each_rank_on_a_machine_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    check_devices(Place(0, 2, 0, tmp_path), 2)
+    check_devices(Place(9, 16, 1), 8)
+    for place in (Place(0, 4, 0, tmp_path), Place(11, 16, 3)):
+        with pytest.raises(AsyncRLError, match="4 ranks on this machine, which has 2 GPUs"):
+            check_devices(place, 2)

@@ -28,7 +28,7 @@ from async_rl.parallel_config import ParallelConfig
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary
 from trainer.push_sizes import PushSizes
-from trainer.ranks import follower
+from trainer.ranks import children, follower
 from trainer.ranks.children import Children
 from trainer.ranks.leader import LeadBackend, leading
 from trainer.ranks.place import Place
@@ -144,6 +144,11 @@ def idles(backend: LeadBackend, folder: Path) -> None:
     time.sleep(60)
 
 
+def looks_for_stopped(backend: LeadBackend, folder: Path) -> None:
+    children.STOPPED_S = 0.5
+    idles(backend, folder)
+
+
 def steps(rate: int) -> Callable[[LeadBackend, Path], None]:
     def step(backend: LeadBackend, folder: Path) -> None:
         backend.save(folder)
@@ -168,6 +173,7 @@ def tells(rate: int) -> Callable[[LeadBackend, Path], None]:
 CASES: dict[str, Callable[[LeadBackend, Path], None]] = {
     "everything": everything,
     "idles": idles,
+    "idles, and looks for stopped ones": looks_for_stopped,
     "one fails": steps(ONE_RANK_FAILS),
     "one dies": steps(ONE_RANK_DIES),
     "hangs": steps(NEVER_ENDS),

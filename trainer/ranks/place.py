@@ -22,8 +22,11 @@ class Place(NamedTuple):
 
 
 def torchrun_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """What torchrun says; None when it did not start this process."""
+    """What torchrun says; None when it did not start this process, or it alone: clusters leave a world of one in the
+    environment of any process."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+    if environment["WORLD_SIZE"] == "1":
         return None
     rank = int(environment["RANK"])
     return Place(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
@@ -35,4 +38,15 @@ def check_world(place: Place, parallel: ParallelConfig) -> None:
         raise AsyncRLError(
             f"torchrun started {place.world} processes, and [trainer.parallel] tensor × pipeline × data = "
             f"{parallel.tensor} × {parallel.pipeline} × {parallel.data} needs {parallel.ranks}: change one of them"
+        )
+
+
+def check_devices(place: Place, devices: int) -> None:
+    """Raises AsyncRLError where this machine has fewer devices than ranks, of which torchrun may have started some
+    elsewhere: two on one would wait for each other, or fill its memory."""
+    here = place.world if place.meeting is not None else place.local + 1
+    if here > devices:
+        raise AsyncRLError(
+            f"[trainer.parallel] {here} ranks on this machine, which has {devices} GPU{'s' * (devices != 1)}: each needs "
+            "one of its own: change the layout, or start ranks on several machines (docs/megatron.md)"
         )
