@@ -135,8 +135,8 @@ def check_config(config: Config) -> None:
         raise ConfigError("[model] needs `path` (a directory in Hugging Face layout) or a table [model.tiny]")
     if config.model.shape and config.trainer.backend != "megatron":
         raise ConfigError(
-            f'[model] shape = "{config.model.shape}" has no meaning with [trainer] backend = "{config.trainer.backend}", '
-            'only with "megatron": remove it'
+            f'[model] shape = "{config.model.shape}" has no meaning with [trainer] backend = "{config.trainer.backend}"'
+            ', only with "megatron": remove it'
         )
     check_buffer(buffer)
     check_credit(config.algorithm, group_size=buffer.group_size, max_new_tokens=inference.max_new_tokens)

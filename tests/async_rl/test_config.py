@@ -96,6 +96,7 @@ CENTRED = {"center_scores": 32, "treatment": "uncorrected"}
 BROKEN = {
     "[task] needs a key `kind`": {"task": {}},
     "[model] needs `path`": {"model": {}},
+    'shape = "qwen3-30b-a3b" has no meaning': {"model": {"path": "m", "shape": "qwen3-30b-a3b"}},
     "updates_per_batch = 5 takes whole groups": {
         "trainer": {"updates_per_batch": 5},
         "buffer": {"groups_per_step": 4},

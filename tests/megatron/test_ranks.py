@@ -20,7 +20,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.parallel_config import ParallelConfig
 from async_rl.run.process import EXIT_AGAIN
 from trainer.ranks.channel import failure_in
-from trainer.ranks.place import Place, check_devices, check_world, torchrun_place
+from trainer.ranks.place import Place, check_devices, check_world, first_place, torchrun_place
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "small_rank.py"
 LIMIT_S = 120.0
@@ -199,7 +199,9 @@ def test_what_torchrun_says_is_read_and_has_to_fit_the_layout() -> None:
     place = torchrun_place(environment)
     assert place == Place(3, 4, 1)
     assert torchrun_place({}) is None
-    assert torchrun_place(environment | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert first_place(4, Path("f"), environment) == place
+    for alone in ({}, environment | {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert first_place(4, Path("f"), alone) == Place(0, 4, 0, Path("f"))
     check_world(place, ParallelConfig(tensor=2, data=2))
     with pytest.raises(AsyncRLError, match=r"torchrun started 4 processes.* needs 8: change one of them"):
         check_world(place, ParallelConfig(tensor=2, pipeline=2, data=2))

@@ -36,7 +36,7 @@ from trainer.ranks.calls import (
 )
 from trainer.ranks.channel import Channel, Lost, failure_in
 from trainer.ranks.children import Children
-from trainer.ranks.place import Place, check_world, torchrun_place
+from trainer.ranks.place import Place, check_world, first_place
 
 FOLLOWER = "trainer.ranks.follower"
 MEETING = ".ranks-"
@@ -139,7 +139,7 @@ def leading(
     the module or file `follower`, unless torchrun has. They log to `logs`/NAME-rankN.log, or to the terminal. `build`
     makes the backend of this rank, `follower` knows that of its own. Raises AsyncRLError."""
     with _meeting_place(logs) as folder:
-        place = torchrun_place() or Place(0, config.trainer.parallel.ranks, 0, folder / "meeting")
+        place = first_place(config.trainer.parallel.ranks, folder / "meeting")
         check_world(place, config.trainer.parallel)
         lines = []
         if place.meeting is not None:

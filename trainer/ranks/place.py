@@ -22,14 +22,18 @@ class Place(NamedTuple):
 
 
 def torchrun_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """What torchrun says; None when it did not start this process, or it alone: clusters leave a world of one in the
-    environment of any process."""
+    """What torchrun says; None when it did not start this process."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return None
-    if environment["WORLD_SIZE"] == "1":
         return None
     rank = int(environment["RANK"])
     return Place(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
+
+
+def first_place(ranks: int, meeting: Path, environment: Mapping[str, str] = os.environ) -> Place:
+    """Of rank 0: torchrun's word, or else the first of `ranks` on this machine. A world of one is nobody's word:
+    clusters leave it in the environment of every process."""
+    place = torchrun_place(environment)
+    return place if place is not None and place.world > 1 else Place(0, ranks, 0, meeting)
 
 
 def check_world(place: Place, parallel: ParallelConfig) -> None:
@@ -46,7 +50,8 @@ def check_devices(place: Place, devices: int) -> None:
     elsewhere: two on one would wait for each other, or fill its memory."""
     here = place.world if place.meeting is not None else place.local + 1
     if here > devices:
+        gpus = f"{devices} GPU{'s' * (devices != 1)}"
         raise AsyncRLError(
-            f"[trainer.parallel] {here} ranks on this machine, which has {devices} GPU{'s' * (devices != 1)}: each needs "
-            "one of its own: change the layout, or start ranks on several machines (docs/megatron.md)"
+            f"[trainer.parallel] {here} ranks on this machine, which has {gpus}: each needs one of its own: "
+            "change the layout, or start ranks on several machines (docs/megatron.md)"
         )
