@@ -42,7 +42,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     "recompute"."""
     backend: Literal["torch", "megatron"] = "torch"
     """torch: one process, and any model of transformers. megatron: Qwen3 and Qwen3-MoE over the ranks of
-    [trainer.parallel], kind "lora"."""
+    [trainer.parallel], kinds "lora" and, in float32, "sketch"."""
     parallel: ParallelConfig = ParallelConfig()
     rank: PositiveInt = 16
     """Of the adapter, or of the gradient's sketch."""
@@ -151,7 +151,7 @@ def check_trainer(
         _check_one_copy(trainer.kind, in_flight, reference_kl, dtype, deterministic)
     if trainer.kind == "sketch":
         _check_sketch(trainer)
-    _check_backend(trainer)
+    _check_backend(trainer, dtype)
     control = trainer.step_control
     if control is not None and control.final_budget > control.budget:
         raise ConfigError(
@@ -160,7 +160,7 @@ def check_trainer(
         )
 
 
-def _check_backend(trainer: TrainerConfig) -> None:
+def _check_backend(trainer: TrainerConfig, dtype: str) -> None:
     check_parallel(trainer.parallel)
     if trainer.backend == "torch":
         if trainer.parallel != ParallelConfig():
@@ -169,10 +169,19 @@ def _check_backend(trainer: TrainerConfig) -> None:
                 'remove it, or set backend = "megatron"'
             )
         return
-    if trainer.kind != "lora":
+    if trainer.kind == "full":
         raise ConfigError(
-            f'[trainer] backend = "megatron" trains kind = "lora" only, not "{trainer.kind}": change kind, or set '
+            '[trainer] backend = "megatron" trains kind = "lora" and "sketch", not "full": change kind, or set '
             'backend = "torch"'
+        )
+    if trainer.kind == "sketch" and dtype != "float32":
+        raise ConfigError(
+            f'[model] dtype = "{dtype}": [trainer] kind = "sketch" with backend = "megatron" keeps weights in float32 '
+            'alone: set dtype = "float32", or backend = "torch"'
+        )
+    if trainer.train_embeddings:
+        raise ConfigError(
+            '[trainer] train_embeddings is not offered with backend = "megatron": remove it, or set backend = "torch"'
         )
     if trainer.step_control is not None:
         raise ConfigError(

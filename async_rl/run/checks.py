@@ -201,10 +201,10 @@ def check_model(config: Config) -> str:
 
 
 def memory_estimate(config: Config, name: str, overrides: Sequence[str]) -> str:
-    """What each rank of the Megatron backend will need, as text; "" for other backends. It needs no torch, and no model
-    where [model] shape or [model.tiny] says how large that is. Raises AsyncRLError, also for a layout that the model
-    cannot have."""
-    if config.trainer.backend != "megatron":
+    """What each rank of the Megatron backend will need for LoRA, as text; "" for other backends and kinds. It needs no
+    torch, and no model where [model] shape or [model.tiny] says how large that is. Raises AsyncRLError, also for a
+    layout that the model cannot have."""
+    if config.trainer.backend != "megatron" or config.trainer.kind != "lora":
         return ""
     check_house(["trainer"])
     options = [part for override in overrides for part in ("--set", override)]

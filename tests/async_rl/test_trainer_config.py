@@ -43,7 +43,11 @@ BROKEN: dict[str, dict[str, Any]] = {
     'snapshot_every has no meaning with publish = "snapshots"': SNAPSHOTS | {"snapshot_every": 7},
     "carry_momentum has no meaning with momentum = 0": {"kind": "sketch", "carry_momentum": False},
     '[trainer.parallel] has no meaning with [trainer] backend = "torch"': {"parallel": {"data": 2}},
-    'backend = "megatron" trains kind = "lora" only, not "full"': {"kind": "full", "backend": "megatron"},
+    'backend = "megatron" trains kind = "lora" and "sketch", not "full"': {"kind": "full", "backend": "megatron"},
+    'dtype = "bfloat16": [trainer] kind = "sketch" with backend = "megatron"': {
+        "kind": "sketch", "backend": "megatron", "sections": {"model": {"dtype": "bfloat16"}},
+    },
+    "train_embeddings is not offered with": SNAPSHOTS | {"backend": "megatron", "train_embeddings": True},
     "[trainer.step_control] is not offered with": {"backend": "megatron", "step_control": {}},
     'packing = "never" has no meaning with backend = "megatron"': {"backend": "megatron", "packing": "never"},
     "final_budget = 0.01 is above budget = 0.0002": {"step_control": {"final_budget": 0.01}},

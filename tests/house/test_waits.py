@@ -32,6 +32,7 @@ HARMLESS = {
     ("inference/flights.py", "event.wait()"): "within a wait_for that has a limit",
     ("trainer/megatron/collect.py", "dist.recv(buffer, rank)"): "the process group has a time-out",
     ("trainer/bench_process.py", "ours.recv_bytes()"): "poll with a limit found something in it",
+    ("trainer/megatron/sketching.py", "dist.recv(buffer, rank)"): "the process group has a time-out",
     ("trainer/megatron/hf_weights.py", "dist.recv(value, src=rank)"): "the group of the ranks has a time-out",
     ("trainer/megatron/passes.py", "work.wait()"): "the group of the ranks has a time-out",
     ("buffer/bench_transport_arms.py", "endpoint.get()"): "something is in it",

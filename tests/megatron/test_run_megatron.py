@@ -113,6 +113,24 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint_and_not
     assert not list(run.glob(".ranks-*"))
 
 
+def test_nodes_apply_the_updates_of_sketches_over_ranks_and_a_run_of_them_goes_on(shell: Shell) -> None:
+    text = shell.config.read_text().replace("learning_rate = 2e-3", 'kind = "sketch"\nupdate_ratio = 2e-3')
+    shell.config.write_text(text.replace("[inference]", '[inference]\nin_flight = "continue"'))
+    run = shell.folder / "sketches"
+    layout = (*MIXTURE, "--set", "trainer.parallel.data=1", "--set", "trainer.parallel.expert=1")
+    for steps, more in ((4, ()), (6, ("--resume",))):
+        code, output = shell.run(
+            "run", str(shell.config), "--out", str(run), *layout, "--set", f"run.steps={steps}", *more, timeout=200
+        )
+        assert code == 0, output
+        check_finished(run, steps=steps)
+    assert "resuming from version 4" in (run / "logs" / "trainer.log").read_text()
+    # What nodes made of the updates are the ranks' weights, so log-probabilities agree after they moved.
+    parity = real_runs.summary(run)["parity"]
+    assert len(parity) == 2
+    assert all(node["last"] < 1e-4 for node in parity.values()), parity
+
+
 def test_a_layout_that_does_not_fit_the_model_is_one_error(shell: Shell) -> None:
     run = shell.folder / "wrong"
     code, output = shell.run(

@@ -1,4 +1,5 @@
-"""The Megatron backend: a Qwen3 or Qwen3-MoE model over the ranks of [trainer.parallel], of which an adapter learns.
+"""The Megatron backend: a Qwen3 or Qwen3-MoE model over the ranks of [trainer.parallel], of which an adapter learns, or
+the linear layers by gradient sketches.
 
 Every method is called on all ranks at once, with the same arguments (`trainer.ranks.leader` sees to that), and gives
 all of them the same. Each copy of the model computes its own part of a batch (`trainer.balance`); the loss has the
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
+from async_rl.errors import AsyncRLError
 from async_rl.routes import UNKNOWN
 from async_rl.schema import ConfigError
 from trainer.algorithm.custom import load_loss
@@ -35,9 +37,12 @@ from trainer.megatron.learnable import LoraShards, skeleton
 from trainer.megatron.model import build
 from trainer.megatron.replay import Counts, Trace
 from trainer.megatron.settings import head_size, sparse_layers
+from trainer.megatron.sketch_learnable import SketchShards
 from trainer.push_sizes import push_sizes
 from trainer.route_rows import missing_share
 from trainer.stepping import Accumulated, Gathered, Stepping
+
+LEARNABLES: dict[str, type[LoraShards] | type[SketchShards]] = {"lora": LoraShards, "sketch": SketchShards}
 
 
 class MicroBatch(NamedTuple):
@@ -82,7 +87,7 @@ class MegatronBackend(Stepping):
             model_path, trainer.parallel, dtype=kind, device=device, recompute=trainer.activation_checkpointing
         )
         self._check_algorithm()
-        self.learnable: LoraShards = LoraShards(self.model, trainer, seed, str(model_path))
+        self.learnable: LoraShards | SketchShards = LEARNABLES[trainer.kind](self.model, trainer, seed, str(model_path))
         self.push_sizes = push_sizes(skeleton(self.model.config).to(kind), trainer)
         self.vocabulary_size = int(self.model.config.vocab_size)
         self.dtype = torch.promote_types(kind, torch.float32)
@@ -112,7 +117,7 @@ class MegatronBackend(Stepping):
 
     @property
     def publishes_canary(self) -> bool:
-        return True
+        return isinstance(self.learnable, LoraShards)
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
@@ -157,9 +162,17 @@ class MegatronBackend(Stepping):
 
     def _reference_pass(self, share: Sequence[MicroBatch], put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Log-probabilities of a share under the base model, to where they belong."""
-        with self.learnable.off():
+        with self._adapter.off():
             take = self._take(share, lambda where, logprobs: put(where, floored(logprobs)))
             self._run(share, take, self.temperature, learns=False, replays=self._replays)
+
+    @property
+    def _adapter(self) -> LoraShards:
+        if not isinstance(self.learnable, LoraShards):
+            raise AsyncRLError(
+                f'[trainer] kind = "{self.trainer.kind}" changes the base model: it has no reference, and no canary'
+            )
+        return self.learnable
 
     def _share_of_batch(self, samples: Sequence[Sample], batch: Batch) -> list[MicroBatch]:
         """The micro-batches of this rank's copy of the model."""
@@ -308,7 +321,7 @@ class MegatronBackend(Stepping):
         return self.learnable.export_whole(path)
 
     def canary(self, path: Path, seed: int, tokens: Sequence[npt.NDArray[np.int32]]) -> Canary:
-        return self.learnable.canary(path, seed, partial(self.logprobs, tokens))
+        return self._adapter.canary(path, seed, partial(self.logprobs, tokens))
 
     def export_final(self, folder: Path) -> None:
         self.learnable.export_final(folder)

@@ -63,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place is None:
             raise AsyncRLError("export: start it with torchrun, one process for each rank of [trainer.parallel]")
         config = load_config(options.config)
+        if config.trainer.kind != "lora":
+            raise AsyncRLError(
+                f'export: [trainer] kind = "{config.trainer.kind}" has no adapter to merge: its checkpoints hold the '
+                "whole model, which `async-rl export` writes on any machine"
+            )
         check_world(place, config.trainer.parallel)
         check_checkpoint(options.checkpoint, contents=place.rank == 0)
         device = _device(config, place)

@@ -57,8 +57,7 @@ class LoraShards(AdamW):
         self.model = model
         self.model_path = model_path
         self.targets = resolve_targets(skeleton(model.config), trainer.targets)
-        self.plan = _plan(model, self.targets, trainer)
-        check_plan(self.plan)
+        self.plan = make_plan(model, _modules(self.targets), trainer)
         self.owners = Owners(self.plan)
         if dist.get_rank() == 0:
             log.info("LoRA of rank %d:\n%s", trainer.rank, self.targets.table(trainer.rank, trainer.expert_adapters))
@@ -191,16 +190,19 @@ def skeleton(config: Any) -> PreTrainedModel:
     return model
 
 
-def _plan(model: ShardedModel, targets: Targets, trainer: TrainerConfig) -> Plan:
+def make_plan(model: ShardedModel, modules: tuple[Target, ...], trainer: TrainerConfig) -> Plan:
+    """How what learns of these projections (experts' one by one) lies on the ranks. Raises SliceError."""
     layers, pipeline = model.config.num_hidden_layers, model.parallel.pipeline
-    return Plan(
-        modules=_modules(targets),
+    plan = Plan(
+        modules=modules,
         rank=trainer.rank,
         shared_outer=trainer.expert_adapters == "shared_outer",
         parallel=model.parallel,
         stages=tuple(tuple(stage_layers(layers, pipeline, stage)) for stage in range(pipeline)),
         experts=getattr(model.config, "num_experts", 0),
     )
+    check_plan(plan)
+    return plan
 
 
 def _modules(targets: Targets) -> tuple[Target, ...]:

@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def memory_text(config: Config) -> Group:
     """What is printed for a config. Raises ConfigError where the model's size is not known, or the layout does not fit
     it."""
-    if config.trainer.backend != "megatron":
-        raise ConfigError('there is an estimate of memory for [trainer] backend = "megatron" alone')
+    if config.trainer.backend != "megatron" or config.trainer.kind != "lora":
+        raise ConfigError('there is an estimate of memory for [trainer] backend = "megatron" and kind = "lora" alone')
     check_parallel(config.trainer.parallel)
     shape, file = _shape(config)
     replays = config.algorithm.router_replay != "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +28,15 @@ def write_merged(model: ShardedModel, adapters: Adapters, folder: Path, base: st
         weight = piece.local.reshape(piece.size)
         return (weight.to(change.dtype) + change).to(weight.dtype)
 
+    _write(model, folder, base, merged)
+
+
+def write_whole(model: ShardedModel, folder: Path, base: str) -> None:
+    """The same of a model whose own weights learned."""
+    _write(model, folder, base, hf_weights.held)
+
+
+def _write(model: ShardedModel, folder: Path, base: str, value_of: Callable[[Piece], torch.Tensor]) -> None:
     part = folder.with_name(f"{folder.name}.partial")  # renamed when it is whole
 
     def finish() -> str:
@@ -42,7 +52,7 @@ def write_merged(model: ShardedModel, adapters: Adapters, folder: Path, base: st
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)  # of one that was killed
     try:
-        hf_weights.write(model, part, merged)
+        hf_weights.write(model, part, value_of)
         collect.on_rank_0(finish, f"writing {folder}", model.device)
     finally:
         if dist.get_rank() == 0:

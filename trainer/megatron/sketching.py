@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -31,9 +32,17 @@ from trainer.megatron.slices import SPLIT_BY_ROWS, Piece, Plan, locate, pieces, 
 from trainer.sketch.projections import Projections
 
 
+class Part(NamedTuple):
+    """Of a projection's sketch on a rank: the part `piece` of the whole one, [rows, rank]; `columns` of A, first and
+    one after the last, belong to what the rank knows of x; `key` is A's name, one for all experts."""
+
+    key: str
+    piece: Piece
+    columns: tuple[int, int]
+
+
 class Block(NamedTuple):
-    """A projection's sketch on this rank: `sketch` float32 [rows, rank] is the part `piece` of the whole one; `columns`
-    of A, first and one after the last, belong to what this rank knows of x; `key` is A's name, one for all experts."""
+    """As in `Part`, with the `sketch` itself: float32, of the piece's local shape."""
 
     key: str
     piece: Piece
@@ -42,13 +51,19 @@ class Block(NamedTuple):
 
 
 class ShardedSketches:
-    """Sketches the gradients of `plan`'s modules in every backward pass from now on; its rank is the sketches'.
-    `base_seed` draws the projections."""
+    """Sketches the gradients of `plan`'s modules in every backward pass from now on; its rank is the sketches', but for
+    projections that `ranks` name by the last part of their paths. `base_seed` draws the projections."""
 
-    def __init__(self, model: ShardedModel, plan: Plan, rank: int, base_seed: int) -> None:
-        self.model, self.rank = model, plan.rank
+    def __init__(
+        self, model: ShardedModel, plan: Plan, rank: int, base_seed: int, ranks: Mapping[str, int] | None = None
+    ) -> None:
+        self.model = model
         self.projections = Projections(base_seed, 0, model.device)
-        self.blocks = _blocks(plan, rank, model.device)
+        self._parts = cache(partial(_parts, plan, ranks or {}))
+        self.blocks = {
+            module: Block(*part, torch.zeros(part.piece.local_shape, dtype=torch.float32, device=model.device))
+            for module, part in self._parts(rank).items()
+        }
         anchor = torch.zeros((), device=model.device, requires_grad=True)
         for site in find_sites(model):
             if any(path in self.blocks for path in site.projections):
@@ -68,17 +83,41 @@ class ShardedSketches:
         sketches = {name: block.sketch for name, block in self.blocks.items()}
         return collect.global_norm(sketches, self.pieces, self.model.device)
 
+    def gather(self, into: Mapping[str, torch.Tensor]) -> None:
+        """After `reduce`: all sketches whole, into the tensors by key of rank 0, [rows, rank] or of experts [experts,
+        rows, rank]. Each rank sends what it owns as one message; `into` is of no use on the others."""
+        if dist.get_rank() != 0:
+            if flat := [self.blocks[module].sketch.flatten() for module in self._owned(dist.get_rank())]:
+                dist.send(torch.cat(flat), 0)
+            return
+        for rank in range(dist.get_world_size()):
+            theirs = self._owned(rank)
+            sizes = [math.prod(part.piece.local_shape) for part in theirs.values()]
+            if rank == 0:
+                values = [self.blocks[module].sketch for module in theirs]
+            elif theirs:
+                buffer = torch.empty(sum(sizes), dtype=torch.float32, device=self.model.device)
+                dist.recv(buffer, rank)
+                values = list(buffer.split(sizes))
+            for (module, part), value in zip(theirs.items(), values if theirs else (), strict=True):
+                expert = locate(module).expert
+                whole = into[part.key] if expert is None else into[part.key][expert]
+                whole[part.piece.index] = value.view(part.piece.local_shape)
+
+    def _owned(self, rank: int) -> dict[str, Part]:
+        return {module: part for module, part in self._parts(rank).items() if part.piece.owns}
+
     @property
     def pieces(self) -> dict[str, Piece]:
         return {name: block.piece for name, block in self.blocks.items()}
 
     @torch.no_grad()
     def apply(self, factors: Mapping[str, Factors]) -> None:
-        """W <- W − s·T of float32 weights, for `factors` whole by module path (q [rows, rank], s [rows]): on every rank
-        its part, to the bits that one process would store."""
+        """W <- W − s·T of float32 weights, for `factors` whole by module path (q [rows, rank], s [rows]), of those that
+        have some: on every rank its part, to the bits that one process would store."""
         for piece in base_pieces(self.model):
             module = piece.name.removesuffix(".weight")
-            if module not in self.blocks:
+            if module not in self.blocks or module not in factors:
                 continue
             first, left = piece.start
             q, s = factors[module]
@@ -104,8 +143,9 @@ class ShardedSketches:
     def _project(self, block: Block, x: torch.Tensor) -> torch.Tensor:
         """√rank · x Aᵀ, of the features of x that are known here: [tokens, rank]."""
         start, stop = block.columns
-        drawn = partial(self.projections.some, block.key, self.rank, start, stop)
-        return project(x, self.projections.key(block.key), self.rank, drawn, start=start)
+        rank = block.sketch.shape[1]
+        drawn = partial(self.projections.some, block.key, rank, start, stop)
+        return project(x, self.projections.key(block.key), rank, drawn, start=start)
 
 
 class _Sketched(torch.autograd.Function):
@@ -141,17 +181,18 @@ def _shared_by_ranks(site: Site, projected: torch.Tensor) -> torch.Tensor:
     return reduce_scatter_to_sequence_parallel_region(projected, group=layer.tp_group)
 
 
-def _blocks(plan: Plan, rank: int, device: torch.device) -> dict[str, Block]:
-    """By module path. A part of S is like that of a B [rows, rank]; only where W is cut by columns it is a sum over the
-    tensor ranks in any case."""
+def _parts(plan: Plan, ranks: Mapping[str, int], rank: int) -> dict[str, Part]:
+    """What a rank holds, by module path, sorted. A part of S is like that of a B [rows, rank]; only where W is cut by
+    columns it is a sum over the tensor ranks in any case."""
     held = pieces(plan, place_of(rank, plan.parallel))
-    blocks = {}
+    parts = {}
     for module in {module for module, _ in held}:
         a, b = held[module, "A"], held[module, "B"]
+        last = module.rpartition(".")[2]
+        width = ranks.get(last, plan.rank)
         expert = locate(module).expert is not None
-        over = () if module.rpartition(".")[2] in SPLIT_BY_ROWS else ("expert_tensor" if expert else "tensor",)
-        piece = b._replace(name=module, sums=(*over, "expert_data" if expert else "data"))
-        key = re.sub(r"\.experts\.\d+\.", ".experts.", module)
-        sketch = torch.zeros(piece.local_shape, dtype=torch.float32, device=device)
-        blocks[module] = Block(key, piece, a.columns, sketch)
-    return dict(sorted(blocks.items()))
+        over = () if last in SPLIT_BY_ROWS else ("expert_tensor" if expert else "tensor",)
+        sums = (*over, "expert_data" if expert else "data")
+        piece = b._replace(name=module, shape=(b.shape[0], width), columns=(0, width), sums=sums)
+        parts[module] = Part(re.sub(r"\.experts\.\d+\.", ".experts.", module), piece, a.columns)
+    return dict(sorted(parts.items()))

@@ -34,13 +34,9 @@ def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) ->
     weight, and for experts of an unknown layout."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    experts = {
-        path: expert_blocks(path, module, trainer.ranks, trainer.rank) for path, module in expert_modules(model).items()
-    }
-    named = [block for three in experts.values() for block in three if _chosen(block, trainer.targets)]
-    linear = linear_blocks(model, trainer, named)
-    blocks = {block.name: block for block in sorted([*linear, *named], key=lambda block: block.name)}
-    _check_ranks(blocks, trainer.ranks)
+    blocks = find_blocks(model, trainer)
+    linear = [block for block in blocks.values() if block.module == block.name]
+    named = [block for block in blocks.values() if block.module != block.name]
     device = next(iter(blocks.values())).weight.device
     sketches = Sketches({name: block.sketch_shape for name, block in blocks.items()}, device)
     projections = Projections(base_seed, 0, device)
@@ -54,6 +50,19 @@ def attach_sketches(model: nn.Module, trainer: TrainerConfig, base_seed: int) ->
         own = {name.rpartition(".")[2]: each for name, each in into.items() if name.rpartition(".")[0] == path}
         attach_experts(model.get_submodule(path), own, anchor)
     return Attached(blocks, sketches, projections)
+
+
+def find_blocks(model: nn.Module, trainer: TrainerConfig) -> dict[str, Block]:
+    """What `attach_sketches` sketches, by name, in order of name; of a model on device meta too, whose blocks have
+    shapes alone. Raises as it does."""
+    experts = {
+        path: expert_blocks(path, module, trainer.ranks, trainer.rank) for path, module in expert_modules(model).items()
+    }
+    named = [block for three in experts.values() for block in three if _chosen(block, trainer.targets)]
+    linear = linear_blocks(model, trainer, named)
+    blocks = {block.name: block for block in sorted([*linear, *named], key=lambda block: block.name)}
+    _check_ranks(blocks, trainer.ranks)
+    return blocks
 
 
 def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Block]) -> list[Block]:

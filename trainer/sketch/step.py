@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from async_rl.config import TrainerConfig
 from async_rl.policy.factors import Factors, decode, encode
+from async_rl.schema import ConfigError
 from trainer.learnable import LowRank
 from trainer.sketch.blocks import Block
 from trainer.sketch.projections import Projections
@@ -100,3 +102,17 @@ def growth(columns: int, rank: int, momentum: float, redraw_every: int) -> float
     projection is kept on average, and noise of √(columns/rank) times its norm comes with it. Below 1 it dies out."""
     carried_over: float = momentum**redraw_every * (columns / rank) ** 0.5
     return carried_over
+
+
+def check_momentum(trainer: TrainerConfig, blocks: Mapping[str, Block]) -> None:
+    """Raises ConfigError for a running mean that would outgrow everything."""
+    if not (trainer.momentum and trainer.carry_momentum):
+        return
+    for name, block in blocks.items():
+        if (grows := growth(block.columns, block.rank, trainer.momentum, trainer.redraw_every)) >= 1:
+            raise ConfigError(
+                f"[trainer] momentum = {trainer.momentum:g} with redraw_every = {trainer.redraw_every}: carried over "
+                f"to new directions, the running mean of {name} (rank {block.rank} of {block.columns} columns) grows "
+                f"by {grows:.3g} each time, and soon outweighs every gradient: raise redraw_every or rank, or set "
+                "carry_momentum = false"
+            )

@@ -31,7 +31,7 @@ from trainer.sketch.applying import take_step
 from trainer.sketch.attach import attach_sketches, table
 from trainer.sketch.chain import Chain, read_link
 from trainer.sketch.ratio import weight_energy
-from trainer.sketch.step import Memory, Step, Tangents, carried, directions_, encoded, growth, length
+from trainer.sketch.step import Memory, Step, Tangents, carried, check_momentum, directions_, encoded, length
 from trainer.whole_model import all_parameters, fill, write_whole
 
 log = logging.getLogger("trainer")
@@ -57,7 +57,7 @@ class SketchWeights:
         log.info("sketches:\n%s", table(self.blocks))
         self.storage = _storage(self.parameters)
         self.rounds = self.storage == "bfloat16"
-        _check_momentum(self)
+        check_momentum(trainer, self.blocks)
         self.embeddings = _embeddings(model, trainer)
         self.modules = tuple(sorted(self.parameters))
         self.steps = 0
@@ -278,17 +278,3 @@ def _storage(parameters: dict[str, torch.Tensor]) -> Storage:
             f"this model has {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
         )
     return STORAGE[dtypes.pop()]
-
-
-def _check_momentum(weights: SketchWeights) -> None:
-    trainer = weights.trainer
-    if not (trainer.momentum and trainer.carry_momentum):
-        return
-    for name, block in weights.blocks.items():
-        if (grows := growth(block.columns, block.rank, trainer.momentum, trainer.redraw_every)) >= 1:
-            raise ConfigError(
-                f"[trainer] momentum = {trainer.momentum:g} with redraw_every = {trainer.redraw_every}: carried over "
-                f"to new directions, the running mean of {name} (rank {block.rank} of {block.columns} columns) grows "
-                f"by {grows:.3g} each time, and soon outweighs every gradient: raise redraw_every or rank, or set "
-                "carry_momentum = false"
-            )
