@@ -9,7 +9,6 @@ is the sum over the tensor ranks; with sequence parallelism P is summed first, a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch.autograd.function import once_differentiable
 
+from async_rl.policy.adapter import shared_name
 from async_rl.policy.factors import Factors, apply_
 from trainer.kernels.sketching import accumulate_, project
 from trainer.megatron import collect
@@ -194,5 +194,5 @@ def _parts(plan: Plan, ranks: Mapping[str, int], rank: int) -> dict[str, Part]:
         over = () if last in SPLIT_BY_ROWS else ("expert_tensor" if expert else "tensor",)
         sums = (*over, "expert_data" if expert else "data")
         piece = b._replace(name=module, shape=(b.shape[0], width), columns=(0, width), sums=sums)
-        parts[module] = Part(re.sub(r"\.experts\.\d+\.", ".experts.", module), piece, a.columns)
+        parts[module] = Part(shared_name(module), piece, a.columns)
     return dict(sorted(parts.items()))
