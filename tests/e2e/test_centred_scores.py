@@ -84,7 +84,7 @@ def test_the_engines_likeliest_tokens_have_the_trainers_log_probabilities(model:
     assert batch.top is not None
     largest = 0.0
     with torch.no_grad():
-        for rows, where in backend._micro_batches(samples, batch):
+        for rows, where, _ in backend._micro_batches(samples, batch):
             ids, probability = batch.top.at(where)
             for j in range(K):
                 alone = Mixture(ids[:, j : j + 1], torch.ones(len(where), 1))
