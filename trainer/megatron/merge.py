@@ -44,6 +44,7 @@ def _write(model: ShardedModel, folder: Path, base: str, value_of: Callable[[Pie
             for pattern in COMPANIONS:
                 for path in sorted(Path(base).glob(pattern)):
                     shutil.copy2(path, part / path.name)
+            shutil.rmtree(folder, ignore_errors=True)  # what a run wrote at its end, before it went on
             part.rename(folder)
         except OSError as error:
             raise AsyncRLError(f"{folder} cannot be written: {error}") from error
