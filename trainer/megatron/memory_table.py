@@ -89,10 +89,14 @@ def _heading(config: Config, found: Estimate, file: Path | str) -> str:
     experts = f", experts over {parallel.expert} × {parallel.expert_tensor} of them"
     return (
         f"estimated memory of each of {parallel.ranks} ranks ({over}{experts}), in GB of 10⁹ bytes\n"
-        f"{found.parameters / GB:,.1f} billion parameters in {config.model.dtype} ({file}), adapters of rank "
+        f"{_count(found.parameters)} parameters in {config.model.dtype} ({file}), adapters of rank "
         f"{trainer.rank}, {_micro_batch(config)}"
         f"{', layers computed again' if trainer.activation_checkpointing else ''}"
     )
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.1f} billion" if parameters >= 1e8 else f"{parameters / 1e6:,.1f} million"
 
 
 def _table(found: Estimate) -> Table:
