@@ -74,8 +74,9 @@ def pools(tmp_path: Path) -> Iterator[Pools]:
 class Context:
     """What Releases needs of a PoolContext."""
 
-    def __init__(self, folder: Path, trainer: TrainerConfig) -> None:
+    def __init__(self, folder: Path, model_path: Path, trainer: TrainerConfig) -> None:
         self.directory, self.config, self.watchdog = self, self, Watchdog()
+        self.model = ModelConfig(path=str(model_path))
         self.adapters, self.trainer, self.run, self.seed = folder, trainer, self, 0
         folder.mkdir(exist_ok=True)
 
@@ -85,7 +86,7 @@ def make(pools: Pools, model_path: Path, folder: Path, trainer: TrainerConfig) -
         model_path, trainer=trainer, algorithm=AlgorithmConfig(treatment="uncorrected"), temperature=1.0, seed=1,
         device="cpu",
     )  # fmt: skip
-    context: Any = Context(folder, trainer)
+    context: Any = Context(folder, model_path, trainer)
     return backend, Releases(context, backend, Publisher(pools.buffer, pools.store))
 
 
