@@ -14,7 +14,7 @@ from buffer_house import FINGERPRINT, RUN, TOKEN, House
 from buffer_house import Context as StoreContext
 from tiny_lm import VOCABULARY, tiny_lm
 
-from async_rl.config import AlgorithmConfig, TrainerConfig
+from async_rl.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from async_rl.fingerprint import pacing
 from async_rl.policy.update_file import read_kind, read_snapshot, read_update
 from async_rl.run.process import StopEvent
