@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from async_rl.errors import AsyncRLError
+from async_rl.policy.adapter import means
 from async_rl.policy.experts import DOWN, GATE_UP, ExpertTarget, find_experts
 from async_rl.trainer_config import ExpertAdapters
 
@@ -75,11 +76,11 @@ def resolve_targets(model: nn.Module, names: Sequence[str] = ()) -> Targets:
     by_default = {name: module for name, module in linear.items() if not _left_out(model, name, module)}
     experts, unknown = find_experts(model)
     for name in names:
-        if not any(matches(path, name) for path in linear) and not any(_means(each, name) for each in experts):
+        if not any(means(name, path) for path in linear) and not any(_means(each, name) for each in experts):
             raise TargetError(_no_such_target(model, name, linear, experts, unknown))
     chosen, chosen_experts = by_default, experts
     if names:
-        chosen = {path: module for path, module in linear.items() if any(matches(path, name) for name in names)}
+        chosen = {path: module for path, module in linear.items() if any(means(name, path) for name in names)}
         chosen_experts = [each for each in experts if any(_means(each, name) for name in names)]
     if not chosen and not chosen_experts:
         kinds = Counter(type(module).__name__ for module in model.modules() if hasattr(module, "weight"))
@@ -93,19 +94,14 @@ def resolve_targets(model: nn.Module, names: Sequence[str] = ()) -> Targets:
     return Targets(modules, patterns, _notices(unknown), tuple(chosen_experts))
 
 
-def matches(path: str, name: str) -> bool:
-    """Whether a name of a target means the module at `path`: peft's rule, too."""
-    return path == name or path.endswith(f".{name}")
-
-
 def _left_out(model: nn.Module, name: str, module: nn.Module) -> bool:
     return module is model.get_output_embeddings() or not ROUTER_NAMES.isdisjoint(name.split("."))  # type: ignore[operator]
 
 
 def _means(experts: ExpertTarget, name: str) -> bool:
     """Whether the name of a target means this projection of experts: its own, or that of the parameter it is in."""
-    fused = experts.projection != DOWN and matches(f"{experts.path}.{GATE_UP}", name)
-    return fused or matches(experts.name, name)
+    fused = experts.projection != DOWN and means(name, f"{experts.path}.{GATE_UP}")
+    return fused or means(name, experts.name)
 
 
 def _patterns(
@@ -117,7 +113,7 @@ def _patterns(
     last_of |= {path: each.projection for each in chosen for path in each.modules()}
     paths = [name for name, _ in model.named_modules()] + [path for each in experts for path in each.modules()]
     ambiguous = {
-        last for last in set(last_of.values()) if any(matches(path, last) and path not in last_of for path in paths)
+        last for last in set(last_of.values()) if any(means(last, path) and path not in last_of for path in paths)
     }
     return tuple(sorted({path if last in ambiguous else last for path, last in last_of.items()}))
 
@@ -140,12 +136,12 @@ def _no_such_target(
     unknown: Mapping[str, str],
 ) -> str:
     for path, why in unknown.items():
-        if any(matches(f"{path}.{parameter}", name) for parameter, _ in model.get_submodule(path).named_parameters()):
+        if any(means(name, f"{path}.{parameter}") for parameter, _ in model.get_submodule(path).named_parameters()):
             return (
                 f"[trainer] targets: {name!r} is only experts here ({path}, {why}), stored in another layout than "
                 "gate_up_proj and down_proj, [experts, out, in]: leave it out"
             )
-    others = {type(module).__name__ for path, module in model.named_modules() if matches(path, name)}
+    others = {type(module).__name__ for path, module in model.named_modules() if means(name, path)}
     what = f"is a {', '.join(sorted(others))}, not an nn.Linear" if others else "matches no module"
     exist = sorted({path.rpartition(".")[2] for path in linear} | {each.projection for each in experts})
     return (

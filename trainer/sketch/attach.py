@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from async_rl.config import TrainerConfig
+from async_rl.policy.adapter import means
 from async_rl.policy.experts import DOWN, GATE_UP, expert_modules
 from trainer.sketch.blocks import Accumulator, Block
 from trainer.sketch.experts import attach_experts, expert_blocks
 from trainer.sketch.linear import attach_linear
 from trainer.sketch.projections import Projections
 from trainer.sketch.sketches import Sketches
-from trainer.targets import TargetError, matches, resolve_targets
+from trainer.targets import TargetError, resolve_targets
 
 
 class Attached(NamedTuple):
@@ -71,7 +72,7 @@ def linear_blocks(model: nn.Module, trainer: TrainerConfig, experts: Sequence[Bl
     names = [
         name
         for name in trainer.targets
-        if any(matches(path, name) for path in linear) or not any(_means(block, name) for block in experts)
+        if any(means(name, path) for path in linear) or not any(_means(block, name) for block in experts)
     ]
     if trainer.targets and not names:
         return []
@@ -126,4 +127,4 @@ def _chosen(block: Block, names: Sequence[str]) -> bool:
 def _means(block: Block, name: str) -> bool:
     """Whether the name of a target means this projection of experts: its own, or that of the parameter it is in."""
     path, _, last = block.name.rpartition(".")
-    return matches(block.name, name) or (last != DOWN and matches(f"{path}.{GATE_UP}", name))
+    return means(name, block.name) or (last != DOWN and means(name, f"{path}.{GATE_UP}"))
