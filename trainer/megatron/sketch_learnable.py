@@ -34,7 +34,7 @@ from trainer.sketch.blocks import Block
 from trainer.sketch.chain import Chain, Link, read_link
 from trainer.sketch.ratio import weight_energy
 from trainer.sketch.sketches import Sketches
-from trainer.sketch.step import Memory, Step, carried, check_momentum, directions_, encoded, length
+from trainer.sketch.step import Memory, Step, check_momentum, directions_, encoded, length, redraw
 from trainer.targets import Target
 
 log = logging.getLogger("trainer")
@@ -92,7 +92,7 @@ class SketchShards:
             self.chain.take(PolicyStep(self.steps, self.projections.update, step.factors))
         self.memory = step.memory
         self.steps += 1
-        self._redraw()
+        redraw(self.projections, self.blocks, self.memory, self.trainer, self.steps)
 
     def _step(self, rate: float) -> Step:
         """What rank 0 makes of all sketches: its factors, whole, on every rank. Nothing has changed when it raises."""
@@ -122,21 +122,6 @@ class SketchShards:
                 total += weight_energy(piece.local.reshape(piece.size))
         dist.all_reduce(total)
         return total
-
-    def _redraw(self) -> None:
-        if self.steps % self.trainer.redraw_every:
-            return
-        old = {name: self._signs(name) for name in self.memory.mean}
-        self.projections.draw(self.steps)
-        for name, mean in self.memory.mean.items():
-            if self.trainer.carry_momentum:
-                mean.copy_(carried(mean, old[name], self._signs(name)))
-            else:
-                mean.zero_()
-
-    def _signs(self, name: str) -> torch.Tensor:
-        block = self.blocks[name]
-        return self.projections.signs(name, block.rank, block.columns)
 
     def snapshot(self) -> Callable[[], None]:
         """Weights that move are copied to the CPU, where there is room for them."""

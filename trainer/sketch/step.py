@@ -90,6 +90,26 @@ def encoded(directions: Tensors, size: float) -> dict[str, Factors]:
     return {} if size == 0 else {name: encode(direction * size) for name, direction in directions.items()}
 
 
+def redraw(
+    projections: Projections, blocks: Mapping[str, Block], memory: Memory, trainer: TrainerConfig, steps: int
+) -> None:
+    """Draw the directions of the step after `steps`, where it is to have new ones, and bring the running means over to
+    them."""
+    if steps % trainer.redraw_every:
+        return
+
+    def signs(name: str) -> torch.Tensor:
+        return projections.signs(name, blocks[name].rank, blocks[name].columns)
+
+    old = {name: signs(name) for name in memory.mean}
+    projections.draw(steps)
+    for name, mean in memory.mean.items():
+        if trainer.carry_momentum:
+            mean.copy_(carried(mean, old[name], signs(name)))
+        else:
+            mean.zero_()
+
+
 def carried(mean: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """M A_old A_newᵀ: the running mean in the coordinates of a new projection (FLORA, arXiv 2402.03293), for M
     [..., rows, rank] and the signs int8 [rank, columns] of both projections."""

@@ -31,7 +31,7 @@ from trainer.sketch.applying import take_step
 from trainer.sketch.attach import attach_sketches, table
 from trainer.sketch.chain import Chain, read_link
 from trainer.sketch.ratio import weight_energy
-from trainer.sketch.step import Memory, Step, Tangents, carried, check_momentum, directions_, encoded, length
+from trainer.sketch.step import Memory, Step, Tangents, check_momentum, directions_, encoded, length, redraw
 from trainer.whole_model import all_parameters, fill, write_whole
 
 log = logging.getLogger("trainer")
@@ -127,7 +127,7 @@ class SketchWeights:
             self.chain.take(PolicyStep(self.steps, self.projections.update, factors))
         self.memory = step.memory
         self.steps += 1
-        self._redraw()
+        redraw(self.projections, self.blocks, self.memory, self.trainer, self.steps)
         if self.rounding_noise is not None and self.rounding_noise > 1:
             log.warning(
                 "step %d: rounding to bfloat16 is %.1f times the update; a larger update_ratio, or float32, would "
@@ -157,21 +157,6 @@ class SketchWeights:
     def _weight_energy(self) -> torch.Tensor:
         """‖W‖² of all that is sketched."""
         return torch.stack([weight_energy(block.weight) for block in self.blocks.values()]).sum()
-
-    def _redraw(self) -> None:
-        if self.steps % self.trainer.redraw_every:
-            return
-        old = {name: self._signs(name) for name in self.memory.mean}
-        self.projections.draw(self.steps)
-        for name, mean in self.memory.mean.items():
-            if self.trainer.carry_momentum:
-                mean.copy_(carried(mean, old[name], self._signs(name)))
-            else:
-                mean.zero_()
-
-    def _signs(self, name: str) -> torch.Tensor:
-        block = self.blocks[name]
-        return self.projections.signs(name, block.rank, block.columns)
 
     def snapshot(self) -> Callable[[], None]:
         """Weights are copied only when they are about to move while the function is still held: to the CPU, where
