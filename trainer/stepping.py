@@ -17,6 +17,7 @@ import torch
 
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
+from async_rl.schema import ConfigError
 from async_rl.trainer_config import rate_key
 from trainer.algorithm.loss import partial_loss
 from trainer.algorithm.metrics import ratio_metrics
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
 def penalises_distance(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss has the distance to the base model in it."""
     return algorithm.reference_kl != "none" and algorithm.reference_kl_place == "loss"
+
+
+def check_centering(algorithm: AlgorithmConfig, vocabulary: int) -> None:
+    """Raises ConfigError where scores are to be centred over more tokens than the model has."""
+    if algorithm.center_scores > vocabulary:
+        raise ConfigError(
+            f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has {vocabulary} "
+            "tokens, so at most these"
+        )
 
 
 class Accumulated(NamedTuple):
@@ -120,6 +130,10 @@ class Stepping(ABC):
     dtype: torch.dtype
     learnable: Learnable
     control: StepControl | None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.learnable.modules
 
     @abstractmethod
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:

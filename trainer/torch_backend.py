@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
-from async_rl.schema import ConfigError
 from trainer.activation_checkpointing import checkpoint_layers
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.tokens import TokenData, floored
@@ -34,7 +33,7 @@ from trainer.model_loading import load_model, resolve_device
 from trainer.push_sizes import push_sizes
 from trainer.replay_torch import Replay
 from trainer.route_rows import missing_share
-from trainer.stepping import Accumulated, Gathered, Stepping
+from trainer.stepping import Accumulated, Gathered, Stepping, check_centering
 
 if TYPE_CHECKING:
     from trainer.step_control.control import StepControl
@@ -83,17 +82,9 @@ class TorchBackend(Stepping):
         if trainer.activation_checkpointing:
             checkpoint_layers(self.model, self.replay.again if self.replay else nullcontext)
         self.vocabulary_size = vocabulary_size(self.model)
-        if algorithm.center_scores > self.vocabulary_size:
-            raise ConfigError(
-                f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has "
-                f"{self.vocabulary_size} tokens, so at most these"
-            )
+        check_centering(algorithm, self.vocabulary_size)
         self.dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         self.control = _step_control(self, steps)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return self.learnable.modules
 
     @property
     def publishes_canary(self) -> bool:

@@ -40,7 +40,7 @@ from trainer.megatron.settings import head_size, sparse_layers
 from trainer.megatron.sketch_learnable import SketchShards
 from trainer.push_sizes import push_sizes
 from trainer.route_rows import missing_share
-from trainer.stepping import Accumulated, Gathered, Stepping
+from trainer.stepping import Accumulated, Gathered, Stepping, check_centering
 
 LEARNABLES: dict[str, type[LoraShards] | type[SketchShards]] = {"lora": LoraShards, "sketch": SketchShards}
 
@@ -97,11 +97,7 @@ class MegatronBackend(Stepping):
 
     def _check_algorithm(self) -> None:
         algorithm, config = self.algorithm, self.model.config
-        if algorithm.center_scores > config.vocab_size:
-            raise ConfigError(
-                f"[algorithm] center_scores = {algorithm.center_scores}: the model's vocabulary has "
-                f"{config.vocab_size} tokens, so at most these"
-            )
+        check_centering(algorithm, config.vocab_size)
         if self._replays and not any(sparse_layers(config)):
             raise ConfigError(
                 f'[algorithm] router_replay = "{algorithm.router_replay}": the model has no experts: set it to "none"'
@@ -110,10 +106,6 @@ class MegatronBackend(Stepping):
     @property
     def _replays(self) -> bool:
         return self.algorithm.router_replay != "none"
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return self.learnable.modules
 
     @property
     def publishes_canary(self) -> bool:
