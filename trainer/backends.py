@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,9 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.watchdog import Watchdog
 from trainer.backend import Backend
 from trainer.ranks.place import Place, check_devices, check_world, torchrun_place
+
+if TYPE_CHECKING:
+    import torch
 
 
 def make_backend(config: Config, model_path: Path) -> Backend:
@@ -69,18 +73,9 @@ def _megatron(config: Config, model_path: Path, logs: Path | None, name: str) ->
 
 def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
     """Of backend "megatron", what makes the part of each rank, on all of them at once."""
-    import torch
-
-    from trainer.model_loading import resolve_device
 
     def build(place: Place) -> Backend:
-        device = resolve_device(config.model.device)
-        if device.type == "cuda":
-            check_devices(place, torch.cuda.device_count())
-            device = torch.device("cuda", place.local)
-        else:
-            # Read when megatron-core is imported, whose small functions a compiler would take minutes for.
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        device = rank_device(config, place)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it says what parts of it that are not used found
         from trainer.megatron.backend import MegatronBackend
 
@@ -95,6 +90,22 @@ def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
         )
 
     return build
+
+
+def rank_device(config: Config, place: Place) -> torch.device:
+    """Where a rank of backend "megatron" computes; to be asked before megatron-core is imported. Raises AsyncRLError
+    for more ranks than GPUs."""
+    import torch
+
+    from trainer.model_loading import resolve_device
+
+    device = resolve_device(config.model.device)
+    if device.type == "cuda":
+        check_devices(place, torch.cuda.device_count())
+        return torch.device("cuda", place.local)
+    # Read when megatron-core is imported, whose small functions a compiler would take minutes for.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    return device
 
 
 def follow_torchrun(config: Config, model_path: Path, place: Place, watchdog: Watchdog) -> None:

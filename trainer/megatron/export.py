@@ -6,7 +6,6 @@ run's config.toml, with the layout to be used here, which need not be the run's:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run.model_cache import model_path
+from trainer.backends import rank_device
 from trainer.checkpoint import check_checkpoint
 from trainer.export import whole_line
-from trainer.model_loading import resolve_device
-from trainer.ranks.place import Place, check_world, torchrun_place
+from trainer.ranks.place import check_world, torchrun_place
 
 
 def export_merged(config: Config, checkpoint: Path, folder: Path, device: torch.device) -> None:
@@ -43,14 +42,6 @@ def export_merged(config: Config, checkpoint: Path, folder: Path, device: torch.
         groups.end()
 
 
-def _device(config: Config, place: Place) -> torch.device:
-    device = resolve_device(config.model.device)
-    if device.type == "cuda":
-        return torch.device("cuda", place.local % torch.cuda.device_count())
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # read when megatron-core is imported: see trainer.backends.build_rank
-    return device
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; rank 0 prints the line that loads what was made, or one message on error."""
     parser = argparse.ArgumentParser(prog="trainer.megatron.export", description="Merge an adapter, on many ranks.")
@@ -70,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         check_world(place, config.trainer.parallel)
         check_checkpoint(options.checkpoint, contents=place.rank == 0)
-        device = _device(config, place)
+        device = rank_device(config, place)
         work = timedelta(seconds=config.run.work_timeout)
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(kind, init_method="env://", timeout=work)
