@@ -151,6 +151,16 @@ def node_count(inference: InferenceConfig) -> int:
     return sum(group.inference.nodes for group in node_groups(inference))
 
 
+def with_nodes(inference: InferenceConfig, group: str, nodes: int) -> InferenceConfig:
+    """The same with so many nodes in this group ("": where the config names none)."""
+    if not inference.group:
+        return msgspec.structs.replace(inference, nodes=nodes)
+    groups = tuple(
+        msgspec.structs.replace(each, nodes=nodes) if each.name == group else each for each in inference.group
+    )
+    return msgspec.structs.replace(inference, group=groups)
+
+
 FORECAST_KEYS = ("slots", "in_flight", "max_tokens_per_second")
 
 

@@ -37,6 +37,7 @@ from async_rl.run.drain import drain
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
 from async_rl.run.report import write_report
+from async_rl.run.scale import parse_size, scale
 from async_rl.run.status import address_of, state_of
 from async_rl.run.status_text import state_text
 from async_rl.wire.keys import DIALLING, make_keys, where_keys_go
@@ -60,6 +61,7 @@ examples:
   async-rl doctor quickstart                                 compare each engine with the trainer, before a run
   async-rl status                                            how the newest run here is doing
   async-rl drain node-1                                      take a node out of it; what it began goes on elsewhere
+  async-rl scale inference=3                                 make it three nodes, while it goes on
   async-rl report                                            its page of plots
   async-rl bench rollout                                     the engine against transformers' generate
 """
@@ -156,6 +158,15 @@ def _parser() -> argparse.ArgumentParser:
     _place_options(drain)
     drain.add_argument("--grace", type=float, metavar="SECONDS", help="how long it may take (its launch.grace)")
     drain.set_defaults(command=_drain)
+
+    scale = commands.add_parser("scale", help="more or fewer inference nodes in a run that goes on")
+    scale.add_argument("size", metavar="inference[.GROUP]=N", help="how many nodes there are to be (of a group)")
+    scale.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR")
+    scale.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="how long to wait for it (%(default)g)"
+    )
+    scale.add_argument("--debug", action="store_true", help="show a traceback on error")
+    scale.set_defaults(command=_scale)
 
     keys = commands.add_parser("keys", help="make CURVE keys, for pools on several machines")
     keys.add_argument("directory", type=Path, metavar="DIR", help="a folder for them; made when it is not there")
@@ -286,6 +297,14 @@ def _drain(options: argparse.Namespace, console: Console) -> int:
     address = address_of(options.place, options.token, options.run, options.keys)
     seconds = drain(address, options.node, options.grace)
     console.print(f"node {options.node} has left, after {seconds:.1f} s", highlight=False, markup=False)
+    return 0
+
+
+def _scale(options: argparse.Namespace, console: Console) -> int:
+    def say(words: str) -> None:
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+    scale(options.directory, parse_size(options.size), options.timeout, say)
     return 0
 
 

@@ -184,6 +184,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def requests(self) -> Path:
+        """Where the launcher is asked for another number of nodes, while there is one (see scaling)."""
+        return self.path / "requests"
+
+    @property
     def adapters(self) -> Path:
         return self.path / "adapters"
 

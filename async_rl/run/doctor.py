@@ -23,9 +23,10 @@ from async_rl.inference_config import NodeGroup, interpreter, lives_elsewhere, n
 from async_rl.run import parity_files
 from async_rl.run.checks import check_engines, check_expert_adapters, check_installed, check_model, check_task
 from async_rl.run.doctor_report import Report, Row, judged, name_of, page
-from async_rl.run.launch import LaunchError, Pools, ProcessSpec
+from async_rl.run.launch import LaunchError, ProcessSpec
 from async_rl.run.local import with_model
 from async_rl.run.parity_files import Served, Trained
+from async_rl.run.pools import Pools
 
 
 class Workshop:

@@ -1,10 +1,8 @@
-"""The local launcher: starts a run's processes, watches them, and takes them all down together.
+"""What the launcher starts, and how: a process as a plan, how it is started on this machine, and how it ended.
 
-A run ends by itself: the trainer finishes, tells the buffer, the buffer tells the nodes and the store, and all exit
-with 0. Anything else is a failure of the whole run: the first process that exits with another code, or one that does
-not end when the others have, brings the rest down (SIGTERM, a grace, SIGKILL to its process group), and the outcome
-says which it was and why. An inference node is expendable: a run goes on without it until the last of them fails.
-When the launcher itself is killed, the kernel tells its children (see `process`).
+`Pools` (pools.py) watches over processes wherever they are: whoever starts some is a `Starter`, and what it gives back
+a `Handle`. Here is the one for this machine, whose processes the kernel tells when the launcher itself is killed (see
+`process`).
 """
 
 from __future__ import annotations
@@ -13,20 +11,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Protocol
 
 from async_rl.errors import AsyncRLError
 from async_rl.run import killpoints
-from async_rl.run.process import EXIT_AGAIN, HOUSE_PLACE, PARENT_VARIABLE, TERMINATED_EXIT, die_with_parent
+from async_rl.run.process import EXIT_AGAIN, HOUSE_PLACE, PARENT_VARIABLE, die_with_parent
 
-POLL = 0.1  # seconds between looks at the processes
-SETTLE = 1.5  # seconds after the first failure in which others may still tell theirs
 LAST_LINE_BYTES = 8192  # how far back the last line of a log is looked for
 
 
@@ -54,12 +48,14 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended: `code` as Popen has it, negative for a signal."""
+    """How a process ended: `code` as Popen has it, negative for a signal. `lost` says of one that did not end by itself
+    what became of its machine."""
 
     name: str
     code: int
     last_line: str
     log: Path | None
+    lost: str = ""
 
     @property
     def signal_name(self) -> str:
@@ -73,10 +69,14 @@ class Exit:
     @property
     def cause(self) -> str:
         """Of an exit that calls for another start: "was killed by SIGKILL"."""
+        if self.lost:
+            return f"was lost with its machine ({self.lost})"
         return f"was killed by {self.signal_name}" if self.code < 0 else f"could not go on ({self.last_line})"
 
     def __str__(self) -> str:
         how = f"killed by {self.signal_name}" if self.code < 0 else f"exit {self.code}"
+        if self.lost:
+            how = f"lost with its machine: {self.lost}"
         words = f": {self.last_line}" if self.last_line else ""
         return f"{self.name} failed ({how}){words}" + (f"; log: {self.log}" if self.log else "")
 
@@ -110,6 +110,88 @@ class Outcome:
         return ""
 
 
+class Handle(Protocol):
+    """A process that was started, or is about to be. None of these raises."""
+
+    lost: str
+    """Once `poll` has said that it ended: what became of its machine, if that is why; else empty."""
+
+    def poll(self) -> int | None:
+        """Its exit code as Popen has it, once it has ended, its log is whole and nothing that it started is left; None
+        before. Does not wait."""
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone; for one that has not begun it is the end. Does not wait."""
+
+    def kill(self, patience: float) -> None:
+        """It and all that it started, at once; waits `patience` seconds at most for the process to be gone."""
+
+
+class Starter(Protocol):
+    def start(self, spec: ProcessSpec, log: Path | None, again: bool) -> Handle:
+        """What the process says is appended to `log`, or shown on the terminal. Does not wait."""
+
+
+class LocalStarter:
+    """Starts processes on this machine. To be used from a thread that lives as long as they shall: the kernel ends
+    children with the thread that started them."""
+
+    def start(self, spec: ProcessSpec, log: Path | None, again: bool) -> LocalHandle:
+        return LocalHandle(spawn(spec, log, again))
+
+
+class LocalHandle:
+    lost = ""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def poll(self) -> int | None:
+        running = self._process.returncode is None
+        code = self._process.poll()
+        if running and code is not None:
+            kill_group(self._process.pid)  # what such a process left in its group
+        return code
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self, patience: float) -> None:
+        if self._process.returncode is None:
+            kill_group(self._process.pid)
+            with suppress(subprocess.TimeoutExpired):  # one that its disk holds cannot even be killed
+                self._process.wait(patience)
+
+
+def spawn(spec: ProcessSpec, log: Path | None, again: bool) -> subprocess.Popen[bytes]:
+    """A child of this process, which leads a group of its own and ends with the thread that this was called from."""
+    environment = child_environment(spec.python)
+    if again:
+        environment.pop(killpoints.VARIABLE, None)  # a test's: it has had its death
+    output: IO[bytes] | None = log.open("ab") if log else None
+    parent = os.getpid()
+    try:
+        return subprocess.Popen(
+            [
+                spec.python or sys.executable,
+                "-P",
+                "-m",
+                spec.module,
+                *spec.arguments,
+                *((spec.again or ()) if again else ()),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: _before_exec(parent, spec.cpus),
+        )
+    finally:
+        if output:
+            output.close()
+
+
 def child_environment(python: str = "") -> dict[str, str]:
     """One thread each unless the user says otherwise: several processes' OpenMP pools on the same cores spin against
     each other (measured: 17 times slower). For `python`, an interpreter of another environment, that environment's
@@ -134,225 +216,10 @@ def _prepend(environment: dict[str, str], variable: str, folder: str) -> None:
     environment[variable] = folder + os.pathsep + others if others else folder
 
 
-class Pools:
-    """Processes that live and die together: a context manager that starts them and leaves none behind.
-
-    Output goes to `logs`/<name>.log, or to the terminal when `logs` is None. While it is open, SIGINT, SIGTERM and
-    SIGHUP only take note; `supervise` acts on them. A second one ends the grace. A process that a signal killed, or
-    that asks for it by EXIT_AGAIN, is started again, `restarts` times at most; any other failure has a reason that
-    would be there again, and ends the run."""
-
-    def __init__(self, specs: Sequence[ProcessSpec], logs: Path | None, grace: float, restarts: int = 0) -> None:
-        self.specs = specs
-        self.logs = logs
-        self.grace = grace
-        self.restarts = restarts
-        self._restarted: list[Exit] = []
-        self._ending = False
-        self._told: set[str] = set()  # to end, as they did not hear that the run is over
-        self.signals: list[int] = []
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._exits: dict[str, Exit] = {}
-        self._handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> Pools:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._handlers[number] = signal.signal(number, self._note)
-        try:
-            for spec in self.specs:
-                self._processes[spec.name] = self._start(spec)
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def supervise(self, tick: Callable[[], None] = lambda: None) -> Outcome:
-        """Until the run is over, failed or interrupted; then every process is gone. `tick` is called all the time."""
-        over_since = None
-        while True:
-            self._look()
-            if self.signals:
-                self.end_all()
-                return Outcome(interrupted=self.signals[0], clean=not self._failures())
-            if self._has_failed():
-                return self._end_failed(tick)
-            if len(self._exits) == len(self.specs):
-                tick()
-                return Outcome(lost=tuple(self._failures()), restarted=tuple(self._restarted))
-            if self._is_over():
-                over_since = over_since or time.monotonic()
-                self._end_latecomers(time.monotonic() - over_since)
-                if time.monotonic() - over_since > self.grace:
-                    stuck = tuple(spec.name for spec in self.specs if spec.name not in self._exits)
-                    self.end_all()
-                    return Outcome(stuck=stuck)
-            tick()
-            time.sleep(POLL)
-
-    def end_all(self) -> None:
-        """Returns when all are gone: SIGTERM to those that end the run, which then may tell the others; SIGTERM to
-        all that are left; SIGKILL. A grace for each, cut short by another signal to the launcher."""
-        self._ending = True
-        heard = max(1, len(self.signals))
-        leaders = [spec.name for spec in self.specs if spec.ends_run and self._lives(spec.name)]
-        if leaders:
-            self._signal(leaders, signal.SIGTERM)
-            self._wait(heard, lambda: all(self._ended_well(name) or self._lives(name) for name in leaders))
-        self._signal(list(self._processes), signal.SIGTERM)
-        self._wait(heard)
-        self._kill_all()
-
-    def _wait(self, heard: int, going_well: Callable[[], bool] = lambda: True) -> None:
-        """Until all are gone, the grace is over, a signal more than `heard` came, or it does not go well."""
-        deadline = time.monotonic() + self.grace
-        while time.monotonic() < deadline and len(self.signals) <= heard:
-            self._look()
-            if len(self._exits) == len(self._processes) or not going_well():
-                return
-            time.sleep(POLL / 2)
-
-    def _lives(self, name: str) -> bool:
-        return name in self._processes and name not in self._exits
-
-    def _ended_well(self, name: str) -> bool:
-        return name in self._exits and self._exits[name].code == 0
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.signals.append(number)
-
-    def _start(self, spec: ProcessSpec, again: bool = False) -> subprocess.Popen[bytes]:
-        environment = child_environment(spec.python)
-        if again:
-            environment.pop(killpoints.VARIABLE, None)  # a test's: it has had its death
-        output: IO[bytes] | None = self._log(spec.name).open("ab") if self.logs else None
-        parent = os.getpid()
-        try:
-            return subprocess.Popen(
-                [
-                    spec.python or sys.executable,
-                    "-P",
-                    "-m",
-                    spec.module,
-                    *spec.arguments,
-                    *((spec.again or ()) if again else ()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=lambda: _before_exec(parent, spec.cpus),
-            )
-        finally:
-            if output:
-                output.close()
-
-    def _log(self, name: str) -> Path:
-        assert self.logs is not None
-        return self.logs / f"{name}.log"
-
-    def _look(self) -> None:
-        """Note who has exited, and end what such a process left in its group."""
-        for name, process in self._processes.items():
-            if name in self._exits:
-                continue
-            code = process.poll()
-            if code is not None:
-                _kill_group(process.pid)
-                log = self._log(name) if self.logs else None
-                if name in self._told and code in (TERMINATED_EXIT, -signal.SIGTERM):
-                    code = 0
-                self._exits[name] = Exit(name, code, last_line(log) if log else "", log)
-        if not self._ending and not self.signals:
-            self._start_again()
-
-    def _start_again(self) -> None:
-        """Those that call for it, while the run goes on."""
-        for spec in self.specs:
-            ended = self._exits.get(spec.name)
-            if ended is None or not ended.calls_for_another or spec.again is None or self._is_over():
-                continue
-            if sum(each.name == spec.name for each in self._restarted) < self.restarts:
-                self._restarted.append(ended)
-                self._say(f"{spec.name} {ended.cause} and is started again")
-                del self._exits[spec.name]
-                self._processes[spec.name] = self._start(spec, again=True)
-
-    def _end_latecomers(self, over_s: float) -> None:
-        """The run is over. When only processes that were started again are left, they may wait for the others yet; and
-        after half of the grace an expendable one may have been too late to hear: an engine starts for a minute."""
-        left = {spec.name for spec in self.specs if spec.name not in self._exits}
-        if over_s > self.grace / 2 and not self._told:
-            self._told = left & {spec.name for spec in self.specs if spec.expendable}
-            self._signal(sorted(self._told), signal.SIGTERM)
-        if left and left <= {ended.name for ended in self._restarted}:
-            self._ending = True
-            self._signal(sorted(left), signal.SIGTERM)
-            self._wait(max(1, len(self.signals)))
-            self._kill_all()
-            for name in left:
-                self._exits[name] = Exit(name, 0, "", None)
-
-    def _say(self, words: str) -> None:
-        """In the launcher's own log, or to whoever looks at the terminal."""
-        if self.logs is None:
-            print(words, file=sys.stderr, flush=True)
-        else:
-            note(self.logs, words)
-
-    def _failures(self) -> list[Exit]:
-        return [ended for ended in self._exits.values() if ended.code != 0]
-
-    def _has_failed(self) -> bool:
-        """Whether somebody failed without whom the run cannot go on: an expendable process only when it was the last.
-        Where the last one ended well, it was drained, or the run is about to end."""
-        expendable = {spec.name for spec in self.specs if spec.expendable}
-        if any(failure.name not in expendable for failure in self._failures()):
-            return True
-        gone = [ended for name, ended in self._exits.items() if name in expendable]
-        return bool(gone) and len(gone) == len(expendable) and gone[-1].code != 0 and not self._is_over()
-
-    def _is_over(self) -> bool:
-        enders = [spec.name for spec in self.specs if spec.ends_run] or list(self._exits)[:1]
-        return bool(enders) and all(self._ended_well(name) for name in enders)
-
-    def _end_failed(self, tick: Callable[[], None]) -> Outcome:
-        deadline = time.monotonic() + SETTLE
-        while len(self._exits) < len(self._processes) and time.monotonic() < deadline and not self.signals:
-            tick()
-            time.sleep(POLL)
-            self._look()
-        failures = tuple(self._failures())
-        self.end_all()
-        return Outcome(failures)
-
-    def _signal(self, names: Sequence[str], number: int) -> None:
-        for name in names:
-            if self._lives(name):
-                self._processes[name].send_signal(number)
-
-    def _kill_all(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                _kill_group(process.pid)
-                with suppress(subprocess.TimeoutExpired):  # one that its disk holds cannot even be killed
-                    process.wait(self.grace)
-        self._look()
-
-    def _close(self) -> None:
-        if len(self._exits) < len(self._processes):
-            self.end_all()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-
 def _before_exec(parent: int, cpus: Sequence[int]) -> None:
-    """In the child: so that not even a process that is still importing outlives a killed launcher."""
+    """In the child: so that not even a process that is still importing outlives a killed launcher. Signals that the
+    parent's thread blocks (Ray's do) are the child's to get."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     die_with_parent(parent)
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -376,6 +243,6 @@ def last_line(log: Path) -> str:
     return said[-1].removeprefix("error: ") if said else ""
 
 
-def _kill_group(leader: int) -> None:
+def kill_group(leader: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,12 @@ from async_rl.run.checks import (
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
-from async_rl.run.launch import LaunchError, Outcome, Pools, ProcessSpec, note
+from async_rl.run.launch import LaunchError, Outcome, ProcessSpec, note
 from async_rl.run.model_cache import model_path
 from async_rl.run.plans import pinned, plan_node, plan_run, plan_services, plan_trainer
+from async_rl.run.pools import Pools
 from async_rl.run.report import write_report
+from async_rl.run.scaling import Requests, Sizes
 from async_rl.run.view import RunView
 from async_rl.wire.keys import DIALLING
 
@@ -66,10 +68,15 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
             console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
             note(directory.logs, "started")
             specs = plan_run(groups, path, directory, *all_flags)
+
+            def plan(name: str, group: NodeGroup) -> ProcessSpec:
+                spec = plan_node(name, path, directory, *all_flags, group=group)
+                return pinned([spec])[0] if config.launch.pin else spec
+
             if config.launch.pin:
                 specs = pinned(specs)
             with Pools(specs, directory.logs, config.launch.grace, config.launch.restarts) as pools:
-                outcome = _watch(pools, directory, config, console)
+                outcome = _watch(pools, Sizes(pools, config, plan), directory, config, console)
     finally:
         directory.remove_sockets()
     note(directory.logs, _ending(outcome, config))
@@ -190,16 +197,16 @@ def _resumed(out: Path | None, config: Config) -> RunDirectory:
     return directory
 
 
-def _watch(pools: Pools, directory: RunDirectory, config: Config, console: Console) -> Outcome:
-    view = RunView(directory, config)
-    try:
-        display = make_display(console)
-        try:
-            return pools.supervise(lambda: display.update(view.snapshot()))
-        finally:
-            display.close()
-    finally:
-        view.close()
+def _watch(pools: Pools, sizes: Sizes, directory: RunDirectory, config: Config, console: Console) -> Outcome:
+    """To the run's end; meanwhile its numbers are shown, and whoever asks for more or fewer nodes is heard."""
+    with closing(Requests(directory.requests)) as requests, closing(RunView(directory, config)) as view:
+
+        def tick() -> None:
+            display.update(view.snapshot())
+            requests.serve(sizes)
+
+        with closing(make_display(console)) as display:
+            return pools.supervise(tick)
 
 
 def _raise_failure(outcome: Outcome, config: Config) -> None:

@@ -47,6 +47,8 @@ ORPHAN_GRACE = 10.0  # seconds that a process whose launcher died has to end in 
 ORPHAN_POLL = 0.5
 EXIT_GRACE = 5.0  # seconds that a process which is done has for what is registered to be done at exit
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Opened now: between fork and exec another thread's lock on the loader would be held for ever.
+_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 log = logging.getLogger("async_rl.process")
 
@@ -161,9 +163,9 @@ def package_place(name: str) -> Path | None:
 def die_with_parent(expected_parent: int) -> None:
     """Ask Linux for SIGTERM when the parent dies; does nothing elsewhere. Survives exec, so it may run between fork
     and exec; a parent that died before the request is noticed too."""
-    if not sys.platform.startswith("linux"):
+    if _LIBC is None:
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -12,9 +12,9 @@ from real_runs import Shell, summary
 from async_rl.config import load_config
 from async_rl.inference_config import node_groups
 from async_rl.run.directory import RunDirectory
-from async_rl.run.launch import Pools
 from async_rl.run.local import with_model
 from async_rl.run.plans import plan_run
+from async_rl.run.pools import Pools
 from async_rl.run.process import EXIT_AGAIN
 
 pytestmark = [pytest.mark.sample, pytest.mark.timeout(240)]

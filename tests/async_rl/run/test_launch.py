@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.run.launch import Exit, Outcome, Pools, ProcessSpec, child_environment, last_line
+from async_rl.run.launch import Exit, Outcome, ProcessSpec, child_environment, last_line
+from async_rl.run.pools import Pools
 from async_rl.run.process import EXIT_AGAIN
 
 FAKES = {
@@ -235,7 +236,8 @@ def test_an_error_in_the_launcher_leaves_no_process_behind(fakes: Path) -> None:
 def test_no_process_outlives_a_launcher_that_is_killed(fakes: Path, tmp_path: Path) -> None:
     script = f"""
         from pathlib import Path
-        from async_rl.run.launch import Pools, ProcessSpec
+        from async_rl.run.launch import ProcessSpec
+        from async_rl.run.pools import Pools
         specs = [ProcessSpec("a", "fakepools.sleeps"), ProcessSpec("b", "fakepools.tidies", ({str(tmp_path / "s")!r},))]
         with Pools(specs, Path({str(fakes)!r}), 5) as pools:
             pools.supervise()

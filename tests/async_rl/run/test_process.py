@@ -146,7 +146,7 @@ def test_a_process_that_ignores_sigterm_does_not_outlive_its_launcher(directory:
         import sys
         from pathlib import Path
         from async_rl.run.directory import RunDirectory
-        from async_rl.run.launch import Pools
+        from async_rl.run.pools import Pools
         from async_rl.run.plans import plan_pool
         run = RunDirectory.open(Path({str(directory.path)!r}))
         with Pools([plan_pool("deaf", "fakepool.deaf", run.config_path, run)], run.logs, 5) as pools:
