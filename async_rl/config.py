@@ -250,9 +250,14 @@ def model_routes(config: Config) -> RouteShape:
 def is_mixture(config: Config) -> bool:
     """Whether the model's tokens are sent to experts: by its config.json, or that which [model] shape names, or by
     [model.tiny] where it is not made yet. False where none of them says so, or can be read."""
-    shipped = CONFIGS / "shapes" / f"{config.model.shape}.json"
-    file = next((each for each in (_model_path(config) / "config.json", shipped) if each.is_file()), None)
+    file = shape_file(config)
     return bool(config.model.tiny and config.model.tiny.experts) if file is None else has_experts(file)
+
+
+def shape_file(config: Config) -> Path | None:
+    """The model's config.json, or that which [model] shape names; None where there is neither yet."""
+    shipped = CONFIGS / "shapes" / f"{config.model.shape}.json"
+    return next((each for each in (_model_path(config) / "config.json", shipped) if each.is_file()), None)
 
 
 def _model_path(config: Config) -> Path:

@@ -225,6 +225,9 @@ OFFERED: Mapping[EngineName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """What each engine can do with requests in flight: with adapters, and where it has one copy of weights that change."""
 
+SERVES_EXPERTS: frozenset[EngineName] = frozenset({"torch", "sglang"})
+"""The engines that serve adapters on the experts of a mixture."""
+
 NOT_FOR_VLLM = frozenset((
     "model", "tokenizer", "skip_tokenizer_init", "enable_lora", "max_loras", "max_cpu_loras", "logprobs_mode",
     "additional_config", "gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend", "worker_extension_cls",

@@ -31,6 +31,13 @@ EXPERTS_EACH = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+ALL_SPARSE_IN_SGLANG = ("qwen2_moe", "qwen3_moe")
+SGLANG_SEES_NO_DENSE = (
+    "layers {dense} have no experts (mlp_only_layers, decoder_sparse_step), and SGLang gives experts to every layer of "
+    "such a model, with whatever lies in memory for weights: serve it with another engine"
+)
+
+
 class RouteShape(NamedTuple):
     """Of a mixture-of-experts model: how many decoder `layers` it has, which of them are `routed` (their numbers),
     the `experts` in each of these, and how many of them `each` token goes to."""
@@ -55,15 +62,29 @@ def route_shape(config: Mapping[str, Any]) -> RouteShape | None:
     return RouteShape(layers, tuple(layer for layer in range(layers) if _is_routed(text, layer)), experts, each)
 
 
+def dense_unseen_by_sglang(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers without experts of a model's config.json that SGLang makes layers with experts of, whose weights it
+    then leaves as they lie in memory. By its source (0.5.23, srt/models/qwen3_moe.py and qwen2_moe.py, stage_facts),
+    which reads neither mlp_only_layers nor decoder_sparse_step; Qwen3's was seen to be so."""
+    shape = route_shape(config)
+    if shape is None or (config.get("text_config") or config).get("model_type") not in ALL_SPARSE_IN_SGLANG:
+        return ()
+    return tuple(sorted(set(range(shape.layers)) - set(shape.routed)))
+
+
 def has_experts(file: Path) -> bool:
-    """Whether a config.json is that of a mixture of experts; False where it cannot be read, which whoever loads the
-    model says."""
-    try:
-        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError):
-        return False
+    """Whether a config.json is that of a mixture of experts."""
+    config = read_config(file)
     text = config.get("text_config") or config
     return bool(_first(text, EXPERTS_EACH) and _first(text, EXPERTS))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json; empty where it cannot be read, which whoever loads the model says."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError):
+        return {}
 
 
 def _first(text: Mapping[str, Any], names: Iterable[str]) -> int:

@@ -106,6 +106,16 @@ WITHOUT_MEANING: dict[str, tuple[str, ...]] = {
 """By kind, the keys that only mean something for another; with train_embeddings, a sketch has AdamW's too."""
 
 
+FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""The last part of the names of a layer's projections behind attention, and of each expert's in a mixture."""
+
+
+def adapts_feed_forward(trainer: TrainerConfig) -> bool:
+    """Whether the trainer may adapt these projections, by what `targets` says: of a model nothing is known here."""
+    named = {target.rpartition(".")[2] for target in trainer.targets}
+    return trainer.kind == "lora" and (not named or not FEED_FORWARD.isdisjoint(named))
+
+
 def rate_key(trainer: TrainerConfig) -> Literal["learning_rate", "update_ratio"]:
     """The key that says how far a step goes, which the schedule scales."""
     return "update_ratio" if trainer.kind == "sketch" else "learning_rate"

@@ -49,7 +49,8 @@ class Capabilities(NamedTuple):
     """What an engine can do; a config that asks for more is refused before anything starts. `logprob_bound`: how far,
     in nats, its log-probabilities may be from those of another program with the same policy. `in_place`: there is one
     copy of the weights, so a flip ends the policy that served; one installed policy may wait for its flip. `top_p`: it
-    can sample from the likeliest tokens alone. `routes`: it was made to tell where every position went (Completion)."""
+    can sample from the likeliest tokens alone. `routes`: it was made to tell where every position went (Completion).
+    `experts`: it serves adapters on the experts of a mixture."""
 
     name: str
     in_flight: frozenset[InFlight]
@@ -59,6 +60,7 @@ class Capabilities(NamedTuple):
     in_place: bool = False
     top_p: bool = False
     routes: bool = False
+    experts: bool = False
 
 
 class Prefix(NamedTuple):

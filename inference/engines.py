@@ -10,6 +10,7 @@ from async_rl.config import Config, with_group
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import interpreter
 from async_rl.policy.update_file import Storage
+from async_rl.trainer_config import adapts_feed_forward
 from inference.engine import Engine
 from inference.server import Server
 
@@ -64,6 +65,7 @@ def _sglang(config: Config, model_path: Path, log: Path | None) -> Engine:
         arguments=sglang_arguments(config),
         log=log,
         routes=_routes(config),
+        feed_forward=adapts_feed_forward(config.trainer),
     )
     return _served(server, config, model_path)
 

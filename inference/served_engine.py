@@ -35,7 +35,7 @@ from inference.request_checks import check_ids, check_request, request_name
 from inference.resident import ResidentPolicies
 from inference.served_attempt import Attempt, label_of
 from inference.served_calls import Key, News, ServerCalls
-from inference.served_policies import AdapterFolders, MasterModel, end_tokens_of, linear_shapes, memory_scratch
+from inference.served_policies import AdapterFolders, MasterModel, end_tokens_of, memory_scratch, modules_of
 from inference.server import Server, Signals
 from inference.whole_weights import WholeWeights
 
@@ -79,7 +79,7 @@ class ServedEngine:
         self._reload_label = ""
         self._scratch = memory_scratch()
         try:
-            self._folders = AdapterFolders(self._scratch.path, linear_shapes(model_path))
+            self._folders = AdapterFolders(self._scratch.path, *modules_of(model_path, server.capabilities.experts))
             self._whole: WholeWeights | None = None
             if storage is not None:
                 master = MasterModel(model_path, storage, self._scratch.path, self._reload)

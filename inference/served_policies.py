@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from async_rl.policy.adapter import canonical_config
+from async_rl.policy.experts import ExpertTarget, find_experts
 from async_rl.policy.update_file import STORAGE, Storage
 from async_rl.version import PolicyId
-from inference.adapter_match import match_adapter, module_and_part
+from inference.adapter_match import match_adapter, matched_modules, module_and_part
 from inference.adapter_slots import Adapter, read_content
 from inference.engine import EngineError
 from inference.model_loading import end_tokens, load_model
@@ -36,14 +37,32 @@ def memory_scratch() -> Scratch:
     return Scratch(MEMORY if MEMORY.is_dir() else None)
 
 
-def linear_shapes(path: Path) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear module of the model at `path`, by name, without loading a weight."""
+Shapes = dict[str, tuple[int, int]]  # [out, in] of linear modules, by name
+
+
+def linear_shapes(path: Path) -> Shapes:
+    """Of every linear module of the model at `path`, without loading a weight. Raises EngineError."""
+    return _linear_shapes(_empty_model(path))
+
+
+def modules_of(path: Path, experts: bool) -> tuple[Shapes, list[ExpertTarget]]:
+    """What an adapter of the model at `path` may adapt: its linear modules and, with `experts`, the projections of its
+    experts. Raises EngineError."""
+    model = _empty_model(path)
+    return _linear_shapes(model), find_experts(model)[0] if experts else []
+
+
+def _empty_model(path: Path) -> nn.Module:
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
+            made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"model at {path}: cannot be read: {error}") from error
-    shapes: dict[str, tuple[int, int]] = {}
+    return made
+
+
+def _linear_shapes(model: nn.Module) -> Shapes:
+    shapes: Shapes = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             shapes[name] = (module.out_features, module.in_features)
@@ -61,11 +80,12 @@ def end_tokens_of(path: Path) -> tuple[int, ...]:
 
 
 class AdapterFolders:
-    """Adapters that are, or may become, resident: each a folder in PEFT's layout, below `root`. Every tensor has to
-    find its module in `shapes` and every target its tensors, as servers pass over in silence what they do not know."""
+    """Adapters that are, or may become, resident: each a folder with the tensors of its file, below `root`. Every
+    tensor has to find its module in `shapes`, or among `experts`, and every target its tensors, as servers pass over in
+    silence what they do not know. Without `experts` policies that adapt some are refused."""
 
-    def __init__(self, root: Path, shapes: Mapping[str, tuple[int, int]]) -> None:
-        self._root, self._shapes = root, shapes
+    def __init__(self, root: Path, shapes: Shapes, experts: Sequence[ExpertTarget] = ()) -> None:
+        self._root, self._shapes, self._experts = root, shapes, experts
         self._folders: dict[PolicyId, Path] = {}
         self._made = 0
 
@@ -74,8 +94,11 @@ class AdapterFolders:
 
     def write(self, policy: PolicyId, content: Adapter) -> tuple[str, ...]:
         """Check it and make its folder; the names of the modules that it matched. Raises EngineError."""
-        self._refuse_experts(policy, content)
-        matched = tuple(match_adapter(content.tensors, content.config, self._shapes))
+        if not self._experts:
+            self._refuse_experts(policy, content)
+        adapters = match_adapter(content.tensors, content.config, self._shapes, self._experts)
+        matched = matched_modules(content.tensors, adapters, self._experts)
+        del adapters  # of experts they are copies
         self._made += 1
         folder = self._root / f"{policy.name}-{policy.short()}-{self._made}"
         try:
@@ -90,7 +113,7 @@ class AdapterFolders:
         return matched
 
     def _refuse_experts(self, policy: PolicyId, content: Adapter) -> None:
-        """No server was shown to compute with adapters on experts (SGLang cannot on a CPU, nor vLLM)."""
+        """With a message of its own: the tensors are right, the engine is not."""
         modules = {module_and_part(name)[0] for name in content.tensors}
         of_experts = sorted(name for name in modules if name not in self._shapes and ".experts." in name)
         if not of_experts:
@@ -99,8 +122,8 @@ class AdapterFolders:
         adapted, borne = ({name.rpartition(".")[2] for name in some} for some in (modules, of_experts))
         others = json.dumps(sorted(adapted - borne)) if adapted - borne else "what is not in experts, as q_proj"
         raise EngineError(
-            f"policy {policy.short()} adapts experts ({of_experts[0]}), which only the torch engine serves: set "
-            f'[trainer] targets = {others}, or [inference] engine = "torch"'
+            f"policy {policy.short()} adapts experts ({of_experts[0]}), which this engine does not serve: set "
+            f'[trainer] targets = {others}, or [inference] engine = "torch" or "sglang"'
         )
 
     def folder(self, policy: PolicyId) -> Path:

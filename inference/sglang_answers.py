@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.routes import UNKNOWN, RouteShape, route_shape
+from async_rl.routes import SGLANG_SEES_NO_DENSE, UNKNOWN, RouteShape, dense_unseen_by_sglang, route_shape
 from async_rl.trajectory import Finish
 from inference.engine import EngineError
 from inference.server import Call, Piece
@@ -27,14 +27,17 @@ class Model(NamedTuple):
 
 
 def read_model(path: Path) -> Model:
-    """Of a checkpoint in Hugging Face layout, as SGLang reads it. Raises EngineError when there is none."""
+    """Of a checkpoint in Hugging Face layout, as SGLang reads it. Raises EngineError when there is none, and for a
+    model that SGLang takes for another."""
     try:
         config = msgspec.json.decode((path / "config.json").read_bytes())
         text = config.get("text_config", config)
         vocabulary = int(text["vocab_size"])
-        routes = route_shape(config)
+        routes, dense = route_shape(config), dense_unseen_by_sglang(config)
     except (OSError, KeyError, msgspec.DecodeError) as error:
         raise EngineError(f"{path / 'config.json'} cannot be read as a model's configuration: {error!r}") from error
+    if dense:
+        raise EngineError(f"{path}: {SGLANG_SEES_NO_DENSE.format(dense=dense)}")
     ends = _ids(text.get("eos_token_id"))
     generation = path / "generation_config.json"
     if generation.exists():

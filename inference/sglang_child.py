@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.inference_config import NOT_FOR_SGLANG, flag_name
+from async_rl.trainer_config import FEED_FORWARD
 from inference.engine import EngineError
 from inference.scratch import Scratch
 
@@ -34,7 +35,7 @@ LAUNCH = (  # asks to be killed when its parent's thread ends (PR_SET_PDEATHSIG,
     "os.umask(0o077)\n"
     "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
 )
-ATTENTION, FEED_FORWARD = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MAX_LORA_RANK = 64
 SPARE_CONTEXT = 8
 """SGLang keeps a few tokens of its context length for itself, and cuts a request short without a word."""
@@ -52,11 +53,11 @@ def default_flags(
     device: str,
     dtype: str,
     whole: bool,
-    experts: bool,
+    feed_forward: bool,
     routes: bool,
 ) -> dict[str, Any]:
     """The server's flags by name, without dashes: True is a flag without a value. `device` is cpu or cuda;
-    `experts`: the model has some."""
+    `feed_forward`: adapters may be on more than attention."""
     flags: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -74,8 +75,8 @@ def default_flags(
     else:
         # A batch with requests of the bare model takes one of these places for it.
         flags |= {"enable-lora": True, "max-loras-per-batch": max_adapters + 1, "max-lora-rank": MAX_LORA_RANK}
-        # With adapters of experts it has no code for a CPU, and ends at the first request.
-        flags["lora-target-modules"] = ATTENTION + ([] if device == "cpu" and experts else FEED_FORWARD)
+        # It keeps room for adapters on all that is named here, and computes experts that are by other kernels.
+        flags["lora-target-modules"] = ATTENTION + (sorted(FEED_FORWARD) if feed_forward else [])
     if routes:
         flags["enable-return-routed-experts"] = True
     if device == "cpu":

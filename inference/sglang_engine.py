@@ -30,7 +30,7 @@ from inference.proof import LOGPROB_BOUNDS
 from inference.request_checks import check_ids
 from inference.scratch import Scratch
 from inference.server import Call, EngineDied, Piece, Signals
-from inference.sglang_adapters import check_config, missing_modules, write_completed
+from inference.sglang_adapters import check_adapter, is_whole, write_whole
 from inference.sglang_answers import Answer, Model, read_model
 from inference.sglang_child import Child, default_flags, merge_flags
 from inference.sglang_client import KEY_VARIABLE, Client, Stream
@@ -62,7 +62,8 @@ class SglangServer:
     """`python` is the interpreter whose environment has SGLang; `endpoint` is the URL of a server that somebody else
     started on this machine for this node alone, with LoRA and room for `max_adapters` (its key is in SGLANG_API_KEY);
     `arguments` are flags of the server. `whole`: all weights change (`reload`), and there are no adapters. `routes`:
-    the experts of each token come with the last piece. Raises EngineError for what cannot be."""
+    the experts of each token come with the last piece. `feed_forward`: adapters may be on more than attention, also on
+    experts. Raises EngineError for what cannot be."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class SglangServer:
         arguments: Mapping[str, Any],
         log: Path | None,
         routes: bool = False,
+        feed_forward: bool = True,
     ) -> None:
         self._model_path = model_path.resolve()
         self._model: Model = read_model(self._model_path)
@@ -87,9 +89,9 @@ class SglangServer:
         device = _device() if device == "auto" else device
         defaults = default_flags(
             slots=slots, max_context=max_context, max_adapters=max_adapters, device=device, dtype=dtype,
-            whole=whole, experts=self._model.routes is not None, routes=routes,
+            whole=whole, feed_forward=feed_forward, routes=routes,
         )  # fmt: skip
-        self._flags = merge_flags(defaults, arguments)
+        self._device, self._flags = device, merge_flags(defaults, arguments)
         self._python, self._log = python, log
         self._endpoint = endpoint
         self._whole, self._routes, self._max_adapters = whole, routes, max_adapters
@@ -119,6 +121,7 @@ class SglangServer:
             in_place=self._whole,
             top_p=True,
             routes=self._routes,
+            experts=not self._whole,
         )
 
     @property
@@ -144,12 +147,12 @@ class SglangServer:
         await self.score(None, [np.zeros(2, np.int32)])  # what is compiled at the first request is there when it is up
 
     async def load(self, adapter: str, folder: Path) -> None:
-        check_config(adapter, folder)
-        if missing := missing_modules(folder):
+        check_adapter(adapter, folder, self._device)
+        if not is_whole(folder):
             self._scratch = self._scratch or Scratch()
-            completed = self._scratch.path / adapter
-            write_completed(folder, missing, self._model_path, completed)
-            folder = completed
+            whole = self._scratch.path / adapter
+            write_whole(folder, self._model_path, whole)
+            folder = whole
         try:
             await self._control("/load_lora_adapter", {"lora_name": adapter, "lora_path": str(folder)})
         except EngineError:

@@ -124,8 +124,8 @@ class TorchEngine:
     def capabilities(self) -> Capabilities:
         bound = LOGPROB_BOUNDS[str(self._runner.dtype).removeprefix("torch.")]
         own = self._weights
-        most, routes = self._resident.max_resident, self._runner.forward.routes is not None
-        return Capabilities("torch", own.in_flight, most, "span", bound, own.in_place, routes=routes)
+        most, routes, experts = self._resident.max_resident, self._runner.forward.routes is not None, not own.in_place
+        return Capabilities("torch", own.in_flight, most, "span", bound, own.in_place, routes=routes, experts=experts)
 
     @property
     def serving(self) -> PolicyId | None:

@@ -14,14 +14,22 @@ from rich.table import Table
 
 from async_rl.algorithm_config import describe
 from async_rl.buffer_config import fresh_groups, lead
-from async_rl.config import Config, ConfigError, is_mixture, keys_folder
+from async_rl.config import Config, ConfigError, is_mixture, keys_folder, shape_file
 from async_rl.errors import AsyncRLError
-from async_rl.inference_config import NodeGroup, describe_group, interpreter, lives_elsewhere, node_groups
+from async_rl.inference_config import (
+    SERVES_EXPERTS,
+    NodeGroup,
+    describe_group,
+    interpreter,
+    lives_elsewhere,
+    node_groups,
+)
+from async_rl.routes import SGLANG_SEES_NO_DENSE, dense_unseen_by_sglang, read_config
 from async_rl.run.launch import child_environment
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
 from async_rl.tasks.registry import known_instances, load_task
-from async_rl.trainer_config import describe_trainer
+from async_rl.trainer_config import adapts_feed_forward, describe_trainer
 from async_rl.wire.keys import ServiceKeys, dial_keys
 from async_rl.wire.messages import Role
 
@@ -98,25 +106,33 @@ def check_engines(groups: Sequence[NodeGroup], task: Mapping[str, Any]) -> None:
             _check_interpreter(python, ("sglang",), engine)
 
 
-EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})  # of [trainer] targets, those that experts have
 ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
-SERVES_EXPERTS = ("torch",)
+
+
+def check_mixture(config: Config, groups: Sequence[NodeGroup]) -> None:
+    """Raises ConfigError for a mixture of experts that nodes of these groups would not serve. What cannot be known
+    without the model's config.json is not looked at."""
+    check_expert_adapters(config, groups)
+    file = shape_file(config)
+    dense = () if file is None else dense_unseen_by_sglang(read_config(file))
+    for group in groups:
+        if dense and group.inference.engine == "sglang":
+            raise ConfigError(f'{_whose(group)} engine = "sglang": {SGLANG_SEES_NO_DENSE.format(dense=dense)}')
 
 
 def check_expert_adapters(config: Config, groups: Sequence[NodeGroup]) -> None:
     """Raises ConfigError when a mixture's experts are adapted and nodes would refuse the first policy for it. What
     cannot be known without the model's config.json is not looked at."""
     trainer = config.trainer
-    adapts = trainer.kind == "lora" and (not trainer.targets or not EXPERT_TARGETS.isdisjoint(trainer.targets))
-    if not adapts or not is_mixture(config):
+    if not adapts_feed_forward(trainer) or not is_mixture(config):
         return
+    others = " or ".join(f'engine = "{each}"' for each in sorted(SERVES_EXPERTS, reverse=True))
     for group in groups:
         if (engine := group.inference.engine) not in SERVES_EXPERTS:
-            whose = f"[[inference.group]] {group.name!r}" if group.name else "[inference]"
             raise ConfigError(
-                f'{whose} engine = "{engine}" serves no adapters on experts, and [trainer] targets '
+                f'{_whose(group)} engine = "{engine}" serves no adapters on experts, and [trainer] targets '
                 f"{'names' if trainer.targets else '= [], everything linear, means'} those of this mixture of experts: "
-                f'set [trainer] targets = {ATTENTION} (the names of attention in Qwen3), or engine = "torch"'
+                f"set [trainer] targets = {ATTENTION} (the names of attention in Qwen3), or {others}"
             )
 
 
@@ -164,6 +180,10 @@ def _run(python: str, program: str, *arguments: str, given: str = "") -> subproc
         [python, "-P", "-c", program, *arguments], env=child_environment(python), input=given,
         capture_output=True, text=True, timeout=PROBE_S,
     )  # fmt: skip
+
+
+def _whose(group: NodeGroup) -> str:
+    return f"[[inference.group]] {group.name!r}" if group.name else "[inference]"
 
 
 def _where(python: str, engine: str) -> str:

@@ -21,8 +21,8 @@ from async_rl.inference_config import node_groups
 from async_rl.run.checks import (
     check_backend,
     check_engines,
-    check_expert_adapters,
     check_installed,
+    check_mixture,
     check_model,
     check_task,
     check_trackers,
@@ -240,7 +240,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         if estimate := memory_estimate(config, options.config, options.overrides):
             console.print(estimate, highlight=False, markup=False, soft_wrap=True)
         groups = node_groups(config.inference)
-        check_expert_adapters(config, groups)
+        check_mixture(config, groups)
         check_task(config)
         # What has no environment of its own can be checked where nothing of it is installed.
         check_engines([group for group in groups if group.inference.engine != "torch"], config.task)

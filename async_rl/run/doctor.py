@@ -21,7 +21,7 @@ from async_rl.config import Config, check_config, config_table
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import NodeGroup, interpreter, lives_elsewhere, node_groups
 from async_rl.run import parity_files
-from async_rl.run.checks import check_engines, check_expert_adapters, check_installed, check_model, check_task
+from async_rl.run.checks import check_engines, check_installed, check_mixture, check_model, check_task
 from async_rl.run.doctor_report import Report, Row, judged, name_of, page
 from async_rl.run.launch import LaunchError, ProcessSpec
 from async_rl.run.local import with_model
@@ -135,7 +135,7 @@ def _ask(
     arguments = ("--config", str(path), "--folder", str(folder), "--out", str(out), *own)
     elsewhere = interpreter(inference) if lives_elsewhere(inference) else ""
     try:
-        check_expert_adapters(config, [group])
+        check_mixture(config, [group])
         check_engines([group], config.task)
         shop.run(ProcessSpec(name, "inference.parity", arguments, ends_run=True, python=elsewhere), config)
         return judged(row, trained, parity_files.read(out, Served))

@@ -22,8 +22,8 @@ from async_rl.inference_config import NodeGroup, node_groups
 from async_rl.run.checks import (
     check_backend,
     check_engines,
-    check_expert_adapters,
     check_installed,
+    check_mixture,
     check_model,
     check_task,
     check_trackers,
@@ -53,7 +53,7 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
     groups = node_groups(config.inference)
     check_installed(["buffer", "trainer"])
     check_backend(config)
-    check_expert_adapters(config, groups)
+    check_mixture(config, groups)
     check_task(config)
     check_engines(groups, config.task)
     check_trackers(config)
@@ -121,7 +121,7 @@ def run_services(config: Config, out: Path | None, flags: Sequence[str], console
 def run_node(config: Config, out: Path, name: str, group: str, flags: Sequence[str]) -> int:
     """One inference node in the foreground, of this [[inference.group]] where the config has any."""
     own = NodeGroup(group, with_group(config, group).inference)
-    check_expert_adapters(config, [own])
+    check_mixture(config, [own])
     check_task(config)
     check_engines([own], config.task)
     config = with_keys(config, "node")

@@ -7,6 +7,7 @@ import pytest
 from engine_house import CLOSE, CONTEXT, DECLARES, LONG, Bed
 from served_model import VOCABULARY, broken_adapters
 
+from async_rl.inference_config import SERVES_EXPERTS
 from async_rl.wire.messages import SamplingParams
 from inference.engine import EngineError, Request
 
@@ -30,6 +31,7 @@ def assert_declared(bed: Bed) -> None:
     assert offered.attests in tested
     assert offered.top_p == ("top_p" in tested)
     assert offered.in_place == bed.kind.whole
+    assert offered.experts == (bed.name in SERVES_EXPERTS and not bed.kind.whole)
     assert offered.name == bed.name
     assert bed.engine.vocabulary_size == VOCABULARY
 

@@ -72,7 +72,7 @@ class Served:
         return SglangServer(
             self.folder / "model", slots=4, max_context=CONTEXT, max_adapters=3, device="cpu", dtype="float32",
             whole=False, python=os.environ["ASYNC_RL_SGLANG_PYTHON"], endpoint=endpoint, log=self.log, routes=True,
-            arguments={},
+            arguments={}, feed_forward=False,
         )  # fmt: skip
 
     def do(self, work: Any, within_s: float = WAIT_S) -> Any:

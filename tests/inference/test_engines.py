@@ -10,8 +10,10 @@ import pytest
 from async_rl.config import Config, ConfigError, config_from_table
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import OFFERED
+from async_rl.trainer_config import adapts_feed_forward
 from inference.engine import Capabilities, EngineError
 from inference.engines import ENGINES, make_engine, sglang_arguments, vllm_arguments
+from inference.sglang_child import default_flags
 
 
 def made(trainer: dict[str, Any], **inference: Any) -> Config:
@@ -37,6 +39,25 @@ def test_sglang_has_room_for_the_trainers_adapter_unless_its_server_is_there_alr
     assert sglang_arguments(made({"rank": 24}, engine="sglang")) == {"max-lora-rank": 24}
     endpoint = {"endpoint": "http://127.0.0.1:30000"}
     assert sglang_arguments(made({"rank": 24}, engine="sglang", sglang=endpoint)) == {}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wanted"),
+    [
+        ({}, True),
+        ({"targets": ["q_proj"]}, False),
+        ({"targets": ["q_proj", "mlp.up_proj"]}, True),
+        ({"kind": "full"}, False),
+    ],
+)
+def test_sglang_has_room_on_experts_where_the_trainer_may_adapt_some(trainer: dict[str, Any], wanted: bool) -> None:
+    assert adapts_feed_forward(made(trainer, in_flight="recompute").trainer) == wanted
+    flags = default_flags(
+        slots=1, max_context=9, max_adapters=3, device="cuda", dtype="bfloat16", whole=False, feed_forward=wanted,
+        routes=False,
+    )  # fmt: skip
+    assert ("down_proj" in flags["lora-target-modules"]) == wanted
+    assert "q_proj" in flags["lora-target-modules"]
 
 
 def test_there_is_no_adapter_where_the_weights_change() -> None:

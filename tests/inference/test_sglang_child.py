@@ -14,7 +14,8 @@ from inference.engine import EngineError
 from inference.sglang_child import Child, command_line, default_flags, merge_flags
 
 FLAGS = default_flags(
-    slots=4, max_context=100, max_adapters=3, device="cpu", dtype="float32", whole=False, experts=False, routes=False
+    slots=4, max_context=100, max_adapters=3, device="cpu", dtype="float32", whole=False, feed_forward=False,
+    routes=False,
 )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from merged_adapters import merged_logits
+from safetensors.torch import load_file
 from tiny_lm import VOCABULARY, tiny_lm
 
 from async_rl.config import AlgorithmConfig, TrainerConfig
@@ -19,7 +20,7 @@ from async_rl.policy.experts import find_experts
 from async_rl.version import PolicyId
 from inference.adapter_match import match_adapter
 from inference.engine import EngineError, Request, SamplingParams
-from inference.served_policies import AdapterFolders, linear_shapes
+from inference.served_policies import AdapterFolders, linear_shapes, modules_of
 from inference.slot_experts import SlotExperts
 from inference.torch_engine import TorchEngine
 from trainer.peft_layout import stacks
@@ -189,15 +190,24 @@ def test_what_experts_share_is_not_also_their_own(model: Path, policies: Policie
         match_adapter(both, config, linear_shapes(model), experts)
 
 
-def test_servers_refuse_it_with_what_to_do(tmp_path: Path, model: Path, policies: Policies) -> None:
+def test_servers_that_serve_none_refuse_it_with_what_to_do(tmp_path: Path, model: Path, policies: Policies) -> None:
     policy, path, _, _ = policies[1]
     folders = AdapterFolders(tmp_path, linear_shapes(model))
-    with pytest.raises(EngineError, match=r"adapts experts .* only the torch engine serves") as refused:
+    with pytest.raises(EngineError, match=r"adapts experts .* this engine does not serve") as refused:
         folders.write(policy, folders.read(policy, path))
     said = re.search(r"set \[trainer\] targets = (\[.*?\]), or", str(refused.value))
     assert said
     assert json.loads(said[1]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert not resolve_targets(tiny_lm("qwen3_moe", **MIXED), json.loads(said[1])).experts
+
+
+def test_servers_that_serve_them_get_a_folder_and_report_what_the_trainer_says_it_adapts(
+    tmp_path: Path, model: Path, policies: Policies
+) -> None:
+    folders = AdapterFolders(tmp_path, *modules_of(model, experts=True))
+    for policy, path, modules, _ in policies.values():
+        assert folders.write(policy, folders.read(policy, path)) == modules
+        assert load_file(folders.folder(policy) / "adapter_model.safetensors").keys() == read_adapter(path)[0].keys()
 
 
 def test_a_run_of_the_same_bits_is_refused(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters on experts for nodes that serve none are refused before anything starts."""
+"""Mixtures, and adapters on experts, for nodes that do not serve them are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config import Config, ConfigError, config_from_table, is_mixture, load_config
 from async_rl.inference_config import node_groups
-from async_rl.run.checks import check_expert_adapters
+from async_rl.run.checks import check_mixture
 from async_rl.run.cli import main
 
 MIXTURE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
@@ -18,7 +18,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BIG = ("qwen3-30b-a3b-megatron", "trillion-class")
 
 
-def config_of(folder: Path, model: dict[str, Any], engine: str = "sglang", **trainer: Any) -> Config:
+def config_of(folder: Path, model: dict[str, Any], engine: str = "vllm", **trainer: Any) -> Config:
     (folder / "config.json").write_text(json.dumps(model))
     table = {
         "model": {"path": str(folder)}, "task": {"kind": "digit_sort"}, "inference": {"engine": engine},
@@ -28,33 +28,48 @@ def config_of(folder: Path, model: dict[str, Any], engine: str = "sglang", **tra
 
 
 def check(config: Config) -> None:
-    check_expert_adapters(config, node_groups(config.inference))
+    check_mixture(config, node_groups(config.inference))
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
-def test_adapters_on_experts_are_refused_with_what_to_set(engine: str, targets: list[str], tmp_path: Path) -> None:
-    config = config_of(tmp_path, MIXTURE, engine, targets=targets)
-    with pytest.raises(ConfigError, match=rf'engine = "{engine}" serves no adapters on experts.*q_proj.*"torch"'):
+def test_adapters_on_experts_are_refused_with_what_to_set(targets: list[str], tmp_path: Path) -> None:
+    config = config_of(tmp_path, MIXTURE, targets=targets)
+    others = 'engine = "torch" or engine = "sglang"'
+    with pytest.raises(ConfigError, match=rf'engine = "vllm" serves no adapters on experts.*q_proj.*{others}'):
         check(config)
 
 
 def test_what_a_node_can_serve_is_not(tmp_path: Path) -> None:
     check(config_of(tmp_path, MIXTURE, targets=ATTENTION))
     check(config_of(tmp_path, MIXTURE, "torch"))
+    check(config_of(tmp_path, MIXTURE, "sglang"))
+    check(config_of(tmp_path, MIXTURE | {"mlp_only_layers": [0]}, "torch"))
     check(config_of(tmp_path, {"model_type": "qwen3", "num_hidden_layers": 2}))
+
+
+@pytest.mark.parametrize("shape", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_layers_that_sglang_would_give_experts_are_refused_by_number(shape: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever is trained: it serves another model."""
+    for targets in ([], ATTENTION):
+        with pytest.raises(ConfigError, match=r'engine = "sglang": layers \(0,\) have no experts'):
+            check(config_of(tmp_path, MIXTURE | shape, "sglang", targets=targets))
+    check(config_of(tmp_path, MIXTURE | shape | {"model_type": "glm4_moe"}, "sglang"))
 
 
 @pytest.mark.parametrize("name", BIG)
 def test_the_big_configs_adapt_what_their_nodes_serve(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(name)
     assert is_mixture(config)  # by the shape that is shipped
     check(config)
-    assert main(["run", name, "--dry-run", "--set", "trainer.targets=[]"]) == 1
-    assert '[inference] engine = "sglang" serves no adapters on experts' in capfd.readouterr().err
+
+
+def test_a_dry_run_refuses_it(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "quickstart-moe", "--dry-run", "--set", "inference.engine=vllm",
+                 "--set", "algorithm.router_replay=none"]) == 1  # fmt: skip
+    assert '[inference] engine = "vllm" serves no adapters on experts' in capfd.readouterr().err
 
 
 def test_the_group_is_named_whose_nodes_would_refuse(tmp_path: Path) -> None:

@@ -61,11 +61,33 @@ def register_nothing(module: ModuleType) -> None:
     module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
+def multiply_experts(module: ModuleType) -> None:
+    import torch_experts
+
+    own: Any = module
+    own._prepare_fused_moe_run, own.invoke_fused_moe_kernel = torch_experts.prepare, torch_experts.product
+    own.moe_sum_reduce_triton = torch_experts.sum_experts
+
+
+def add_low_rank(module: ModuleType) -> None:
+    import torch_experts
+
+    module.fused_moe_lora = torch_experts.add_low_rank  # type: ignore[attr-defined]
+
+
+def align_in_python(module: ModuleType) -> None:
+    """SGLang's way for small batches, and all batches of an XPU."""
+    module._is_xpu = True  # type: ignore[attr-defined]
+
+
 KEPT: list[Any] = []
 BEFORE: dict[str, Callable[[ModuleType], None]] = {"torchvision": declare_operators}
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     **dict.fromkeys(UNPINNED, unpin),
     "sglang.srt.mem_cache.pool_host.common": register_nothing,
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe": multiply_experts,
+    "sglang.kernels.ops.lora.moe.fused_moe_lora_kernel": add_low_rank,
+    "sglang.srt.lora.lora_moe_runners": align_in_python,
 }
 
 
