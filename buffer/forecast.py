@@ -6,6 +6,9 @@
 
 Throughput, staleness, waste and idle time for each number of nodes. Rates, staleness and the trainer's idle time leave
 out the first steps, until batches are as old as they will be (buffer.fit.settled).
+
+How long answers happen to be decides which batch waits for which, so runs differ by chance: of 50 steps of one node by
+some 3 % in staleness (docs/simulate). What is said is the mean over several simulated runs, and how far they lie apart.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -31,12 +36,16 @@ from buffer.scenario import Scenario, as_table
 from buffer.simulate import simulate
 
 NODE_COUNTS = (10, 100, 1000, 10_000)
+RUNS = 16  # simulated for one forecast: their mean is then known to a quarter of what they lie apart
+ENOUGH_EVENTS = 20_000  # a second or two; a run with many nodes has so many itself, and is averaged in itself too
 PLAIN_WIDTH = 160  # columns where there is no terminal that says how wide it is
 
 
 class Forecast(NamedTuple):
-    """Of one simulated run. `tokens_per_s` are trained; `wasted` is the share of sampled training tokens that were
-    never trained, `dropped` says by reason how many attempts; `error` is not empty when the run could not go on."""
+    """Of one simulated run, or the mean of several (`runs`; `events` and `took_s` are then all of theirs, and
+    `staleness_max` the most of any). `tokens_per_s` are trained; `wasted` is the share of sampled training tokens that
+    were never trained, `dropped` says by reason how many attempts; `error` is not empty when a run could not go on. The
+    spreads are standard deviations between runs that differ by chance alone; 0 of a single one."""
 
     nodes: int
     steps_per_s: float
@@ -44,17 +53,62 @@ class Forecast(NamedTuple):
     staleness_mean: float
     staleness_max: int
     wasted: float
-    dropped: dict[str, int]
+    dropped: dict[str, float]
     nodes_idle: float
     trainer_idle: float
-    steps: int
+    steps: float
     virtual_s: float
     events: int
     took_s: float
     error: str
+    runs: int = 1
+    steps_per_s_spread: float = 0.0
+    staleness_spread: float = 0.0
+
+
+def average_forecast(rules: Rules, scenario: Scenario) -> Forecast:
+    """The mean over RUNS simulated runs, or as many as it takes to ENOUGH_EVENTS: with the scenario's seed, and with
+    those that follow from it."""
+    forecasts = [forecast(rules, scenario)]
+    # Not seed + 1: a forecast with the next seed is to have none of these runs in it.
+    for seed in np.random.SeedSequence(scenario.seed).generate_state(RUNS - 1):
+        if forecasts[-1].error or sum(each.events for each in forecasts) >= ENOUGH_EVENTS:
+            break
+        forecasts.append(forecast(rules, scenario._replace(seed=int(seed))))
+    return averaged(forecasts)
+
+
+def averaged(forecasts: Sequence[Forecast]) -> Forecast:
+    """Of runs that differ by their seeds alone, at least one."""
+    if len(forecasts) == 1:
+        return forecasts[0]
+
+    def mean(field: str) -> float:
+        return statistics.fmean(getattr(each, field) for each in forecasts)
+
+    reasons = sorted({reason for each in forecasts for reason in each.dropped})
+    return forecasts[0]._replace(
+        steps_per_s=mean("steps_per_s"),
+        tokens_per_s=mean("tokens_per_s"),
+        staleness_mean=mean("staleness_mean"),
+        wasted=mean("wasted"),
+        nodes_idle=mean("nodes_idle"),
+        trainer_idle=mean("trainer_idle"),
+        steps=mean("steps"),
+        virtual_s=mean("virtual_s"),
+        staleness_max=max(each.staleness_max for each in forecasts),
+        dropped={reason: statistics.fmean(each.dropped.get(reason, 0) for each in forecasts) for reason in reasons},
+        events=sum(each.events for each in forecasts),
+        took_s=sum(each.took_s for each in forecasts),
+        error=next((each.error for each in forecasts if each.error), ""),
+        runs=len(forecasts),
+        steps_per_s_spread=statistics.stdev(each.steps_per_s for each in forecasts),
+        staleness_spread=statistics.stdev(each.staleness_mean for each in forecasts),
+    )
 
 
 def forecast(rules: Rules, scenario: Scenario) -> Forecast:
+    """One simulated run."""
     started = time.perf_counter()
     # Nothing here makes cycles, and the collector would look through millions of live objects again and again.
     collecting = gc.isenabled()
@@ -69,7 +123,7 @@ def forecast(rules: Rules, scenario: Scenario) -> Forecast:
     span = after[-1].ended_s - (result.log[first - 1].ended_s if first else 0.0) if after else 0.0
     tokens = sum(step.tokens for step in after)
     dropped = {
-        place.removeprefix("dropped."): count
+        place.removeprefix("dropped."): float(count)
         for place, count in result.ledger.items()
         if place.startswith("dropped.") and count
     }
@@ -123,17 +177,20 @@ def _order(rules: Rules) -> str:
 def forecast_table(forecasts: Sequence[Forecast]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in (
-        "nodes", "steps/s", "trained tok/s", "staleness mean", "max", "wasted tokens", "idle nodes", "idle trainer",
-        "events", "took",
+        "nodes", "steps/s", "±", "trained tok/s", "staleness mean", "±", "max", "wasted tokens", "idle nodes",
+        "idle trainer", "runs", "events", "took",
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("dropped attempts")
     for item in forecasts:
-        dropped = ", ".join(f"{reason} {count}" for reason, count in item.dropped.items()) or "none"
+        dropped = ", ".join(f"{reason} {count:.4g}" for reason, count in item.dropped.items()) or "none"
+        rate, age = (
+            f"{spread:.2g}" if item.runs > 1 else "" for spread in (item.steps_per_s_spread, item.staleness_spread)
+        )
         table.add_row(
-            str(item.nodes), f"{item.steps_per_s:.4g}", f"{item.tokens_per_s:.5g}", f"{item.staleness_mean:.2f}",
-            str(item.staleness_max), f"{item.wasted:.2%}", f"{item.nodes_idle:.1%}", f"{item.trainer_idle:.1%}",
-            str(item.events), f"{item.took_s:.1f} s", dropped,
+            str(item.nodes), f"{item.steps_per_s:.4g}", rate, f"{item.tokens_per_s:.5g}", f"{item.staleness_mean:.2f}",
+            age, str(item.staleness_max), f"{item.wasted:.2%}", f"{item.nodes_idle:.1%}", f"{item.trainer_idle:.1%}",
+            str(item.runs), str(item.events), f"{item.took_s:.1f} s", dropped,
         )  # fmt: skip
     return table
 
@@ -191,7 +248,7 @@ def simulate_command(options: argparse.Namespace, console: Console) -> None:
     forecasts = []
     for nodes in options.nodes:
         with console.status(f"{nodes} nodes"):
-            forecasts.append(forecast(world.rules, scenario._replace(nodes=nodes)))
+            forecasts.append(average_forecast(world.rules, scenario._replace(nodes=nodes)))
     console.print(forecast_table(forecasts))
     for item in forecasts:
         if item.error:

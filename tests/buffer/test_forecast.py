@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import runpy
+import statistics
 from pathlib import Path
 
 import pytest
 
-from buffer.forecast import forecast, main
+from buffer.forecast import ENOUGH_EVENTS, RUNS, average_forecast, averaged, forecast, main
 from buffer.scenario import Constant, Lognormal, Scenario, Speed, TrainerSpeed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "simulate"
@@ -88,6 +89,39 @@ def test_every_number_of_nodes_is_forecast_and_written(tmp_path, capsys):
 def test_the_same_seed_says_the_same_and_another_something_else(tmp_path):
     said = [run(tmp_path, "--nodes", "2", "--seed", seed)["forecasts"][0]["virtual_s"] for seed in ("1", "1", "2")]
     assert said[0] == said[1] != said[2]
+
+
+def test_a_forecast_is_the_mean_of_runs_that_differ_by_chance(tools):
+    """So the means lie closer together than the runs do."""
+    rules = tools.rules(steps=30, groups_per_step=4, group_size=8, max_staleness=4, lease_timeout=1e5)
+    scenario = Scenario(
+        nodes=1, slots=48, lengths=Lognormal(10, 0.4), speed=Speed(tokens_per_second=500.0), push_s=Constant(0.1),
+        trainer=TrainerSpeed(Constant(0.2)),
+    )  # fmt: skip
+    means = [average_forecast(rules, scenario._replace(seed=seed)) for seed in range(4)]
+    assert {each.runs for each in means} == {RUNS}
+    ages = [each.staleness_mean for each in means]
+    assert 0 < statistics.stdev(ages) < 0.7 * statistics.fmean(each.staleness_spread for each in means)
+    single = forecast(rules, scenario)
+    assert (single.runs, single.staleness_spread) == (1, 0.0)
+    assert averaged([single]) == single
+
+
+def test_the_mean_of_forecasts_adds_up_what_was_spent_and_keeps_the_worst(tools):
+    rules = tools.rules(steps=4, groups_per_step=2, group_size=2, max_staleness=1)
+    one = forecast(rules, Scenario())._replace(steps_per_s=1.0, staleness_max=1, dropped={"stale": 3.0}, events=10)
+    both = averaged([one, one._replace(steps_per_s=2.0, staleness_max=2, dropped={}, events=20, error="stuck")])
+    assert (both.steps_per_s, both.staleness_max, both.dropped) == (1.5, 2, {"stale": 1.5})
+    assert (both.events, both.error, both.runs) == (30, "stuck", 2)
+    assert both.steps_per_s_spread == pytest.approx(0.5**0.5)
+
+
+def test_a_run_that_is_long_in_itself_is_simulated_once(tools):
+    rules = tools.rules(steps=1000, groups_per_step=16, group_size=4, max_staleness=4, lease_timeout=1e5)
+    scenario = Scenario(nodes=8, slots=16, lengths=Constant(5.0), trainer=TrainerSpeed(Constant(0.1)))
+    item = average_forecast(rules, scenario)
+    assert item.events >= ENOUGH_EVENTS
+    assert item.runs == 1
 
 
 def test_deaths_cost_attempts_and_tokens(tmp_path):
