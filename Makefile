@@ -5,6 +5,7 @@
 # make test-sample  one short form of each kind of fault, with real processes
 # make test-faults  kills, cuts, losses and freezes, for minutes; writes docs/faults.txt
 # make test-megatron  the tests of the Megatron backend, on 2 and 4 processes
+# make test-scale   runs on a Ray cluster, over ranks, relays and shards (minutes)
 # make engines       environments of vLLM and SGLang for CPUs, outside this clone; .engines/ leads there
 # make test-engines  set up, then the tests of engines with each of the three
 # make lint    ruff and mypy
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run run-moe test test-megatron test-slow test-sample test-faults engines test-engines setup lint wheel-test clean
+.PHONY: run run-moe test test-megatron test-slow test-sample test-faults test-scale engines test-engines setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
@@ -29,13 +30,16 @@ run-moe: $(MEGATRON)
 	$(BIN)/async-rl run quickstart-moe $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron and not scale" $(ARGS)
 
 test-sample: setup
 	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)
 
 test-megatron: $(MEGATRON)
 	$(BIN)/python -P -m pytest -m megatron tests/megatron $(ARGS)
+
+test-scale: setup
+	$(BIN)/python -P -m pytest -m scale -rP --durations=0 $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

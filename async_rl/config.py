@@ -22,6 +22,7 @@ from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.credit_config import check_credit
 from async_rl.inference_config import InferenceConfig as InferenceConfig
 from async_rl.inference_config import check_group, check_inference, node_groups
+from async_rl.launch_config import LaunchConfig, check_launch
 from async_rl.routes import RouteShape, has_experts, read_route_shape
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
@@ -97,17 +98,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     tiny: TinyModelConfig | None = None
 
 
-class LaunchConfig(Section, frozen=True, kw_only=True):
-    kind: Literal["local"] = "local"
-    grace: PositiveFloat = 10.0
-    """Seconds between asking a pool to end and ending it."""
-    restarts: Count = 10
-    """How often each process that was killed is started again; the others go on meanwhile."""
-    pin: bool = False
-    """Give the inference nodes the first half of this machine's cores, and the trainer and the services the others, so
-    that the pools do not take turns on the same ones: for measurements. Linux only."""
-
-
 class Config(Section, frozen=True, kw_only=True):
     """A whole run. `task` stays a table here; the task named by its `kind` checks its own keys."""
 
@@ -148,6 +138,7 @@ def check_config(config: Config) -> None:
             f"groups_per_step = {buffer.groups_per_step}"
         )
     check_inference(inference, deterministic=config.run.deterministic)
+    check_launch(config.launch, inference)
     for group in node_groups(inference):
         try:
             _check_nodes(msgspec.structs.replace(config, inference=group.inference))
@@ -341,10 +332,19 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     table[parts[-1]] = value
 
 
+_UNSET = (
+    ("model", "tiny"),
+    ("trainer", "step_control"),
+    ("inference", "group"),
+    ("launch", "ray"),
+    ("launch", "autoscale"),
+)
+
+
 def config_table(config: Config) -> dict[str, Any]:
     """The config as plain TOML values, without what is unset: what a run directory's config.toml holds."""
     table = msgspec.to_builtins(config)
-    for section, key in (("model", "tiny"), ("trainer", "step_control"), ("inference", "group")):
+    for section, key in _UNSET:
         if not table[section][key]:
             del table[section][key]
     return dict(table)

@@ -25,6 +25,7 @@ from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
 from async_rl.run.process import check_house, follow_parent
+from async_rl.run.scratch import Scratch
 from async_rl.tasks.registry import load_task
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client
@@ -33,7 +34,6 @@ from inference.bench_load import GROUP, Group, Load, groups
 from inference.engine import Engine, Installed, Request
 from inference.engines import make_engine
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
-from inference.scratch import Scratch
 from inference.serving import Serving
 
 TELL_S = 0.02  # how often it says how much it has sampled

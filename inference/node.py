@@ -27,6 +27,7 @@ from async_rl.run.killpoints import reached
 from async_rl.run.model_cache import model_path
 from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
+from async_rl.run.scratch import Scratch
 from async_rl.tasks.registry import load_task
 from async_rl.trajectory import Trajectory, decode_trajectory, encode_trajectory
 from async_rl.version import PolicyId
@@ -55,7 +56,6 @@ from inference.policies import END_S, PolicyFetched, PolicyFetchFailed, PolicyPu
 from inference.proof import Prover, logprob_bound
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
-from inference.scratch import Scratch
 from inference.server import EngineDied
 from inference.serving import Serving
 from inference.tokenizer import load_tokenizer

@@ -22,12 +22,12 @@ from transformers.pytorch_utils import Conv1D
 from async_rl.policy.adapter import canonical_config
 from async_rl.policy.experts import ExpertTarget, find_experts
 from async_rl.policy.update_file import STORAGE, Storage
+from async_rl.run.scratch import Scratch
 from async_rl.version import PolicyId
 from inference.adapter_match import match_adapter, matched_modules, module_and_part
 from inference.adapter_slots import Adapter, read_content
 from inference.engine import EngineError
 from inference.model_loading import end_tokens, load_model
-from inference.scratch import Scratch
 
 MEMORY = Path("/dev/shm")  # a disk that is memory, on Linux
 

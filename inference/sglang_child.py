@@ -2,8 +2,8 @@
 
 A server is three processes or more. They are one process group. Its first process is killed by the kernel when the
 thread that started it is gone (so also at a kill -9 of ours), and that takes its own children with it. Its temporary
-files lie in a folder of ours (inference.scratch), which the next one takes away if we could not, and with it those in
-shared memory.
+files lie in a folder of ours (async_rl.run.scratch), which the next one takes away if we could not, and with it those
+in shared memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.inference_config import NOT_FOR_SGLANG, flag_name
+from async_rl.run.scratch import Scratch
 from async_rl.trainer_config import FEED_FORWARD
 from inference.engine import EngineError
-from inference.scratch import Scratch
 
 LAUNCH = (  # asks to be killed when its parent's thread ends (PR_SET_PDEATHSIG, kept by exec), then becomes the server
     "import ctypes, os, signal, sys\n"

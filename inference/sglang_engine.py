@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.run.scratch import Scratch
 from inference.engine import Capabilities, EngineError
 from inference.flights import Flight, wait, wait_for_calls
 from inference.proof import LOGPROB_BOUNDS
 from inference.request_checks import check_ids
-from inference.scratch import Scratch
 from inference.server import Call, EngineDied, Piece, Signals
 from inference.sglang_adapters import check_adapter, is_whole, write_whole
 from inference.sglang_answers import Answer, Model, read_model

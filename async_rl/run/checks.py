@@ -24,6 +24,7 @@ from async_rl.inference_config import (
     lives_elsewhere,
     node_groups,
 )
+from async_rl.launch_config import describe_launch
 from async_rl.routes import SGLANG_SEES_NO_DENSE, dense_unseen_by_sglang, read_config
 from async_rl.run.launch import child_environment
 from async_rl.run.model_cache import model_path
@@ -280,6 +281,7 @@ def dry_run_table(config: Config, model: str) -> Table:
         ("bound", f"{buffer.max_staleness} versions; tickets up to {lead(buffer)} versions ahead of a node's own"),
         ("tickets", f"0 … {tickets - 1:,} ({tickets * buffer.group_size:,} attempts)"),
         ("evaluation", evaluation),
+        ("launch", describe_launch(config.launch)),
         ("metrics", ", ".join(["metrics.jsonl", *_listeners(config)])),
     ]
     table = Table.grid(padding=(0, 2))

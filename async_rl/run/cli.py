@@ -34,6 +34,7 @@ from async_rl.run.directory import LATEST, RUNS, RunDirectory
 from async_rl.run.doctor import doctor, write_files
 from async_rl.run.doctor_report import text
 from async_rl.run.drain import drain
+from async_rl.run.ground import check_ground
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
 from async_rl.run.report import write_report
@@ -246,6 +247,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         check_engines([group for group in groups if group.inference.engine != "torch"], config.task)
         check_backend(config)
         check_trackers(config)
+        check_ground(config)
         config = with_keys(config, *DIALLING, services=True)
         console.print(dry_run_table(config, check_model(config)), highlight=False, soft_wrap=True)
         return 0

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,9 +163,12 @@ class LocalHandle:
                 self._process.wait(patience)
 
 
-def spawn(spec: ProcessSpec, log: Path | None, again: bool) -> subprocess.Popen[bytes]:
-    """A child of this process, which leads a group of its own and ends with the thread that this was called from."""
-    environment = child_environment(spec.python)
+def spawn(
+    spec: ProcessSpec, log: Path | None, again: bool, also: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A child of this process, which leads a group of its own and ends with the thread that this was called from; its
+    environment is `child_environment`, and what `also` has. Raises OSError."""
+    environment = child_environment(spec.python) | dict(also or {})
     if again:
         environment.pop(killpoints.VARIABLE, None)  # a test's: it has had its death
     output: IO[bytes] | None = log.open("ab") if log else None
@@ -227,8 +230,16 @@ def _before_exec(parent: int, cpus: Sequence[int]) -> None:
 
 def note(logs: Path, words: str) -> None:
     """In the launcher's log, for whoever asks later how the run went."""
-    with (logs / "launcher.log").open("a", encoding="utf-8") as log:
-        log.write(words + "\n")
+    add_line(logs / "launcher.log", words)
+
+
+def add_line(log: Path | None, words: str) -> None:
+    """Something about a process, in its log, or on the terminal."""
+    if log is None:
+        print(words, file=sys.stderr, flush=True)
+        return
+    with log.open("a", encoding="utf-8") as file:
+        file.write(words + "\n")
 
 
 def last_line(log: Path) -> str:

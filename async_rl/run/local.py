@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rich.console import Console
 from async_rl.config import Config, with_group
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import NodeGroup, node_groups
+from async_rl.run.autoscale import Autoscale
 from async_rl.run.checks import (
     check_backend,
     check_engines,
@@ -33,6 +35,7 @@ from async_rl.run.checks import (
 from async_rl.run.closing import closing_words, resume_words
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import make_display
+from async_rl.run.ground import Ground, check_ground, open_ground
 from async_rl.run.launch import LaunchError, Outcome, ProcessSpec, note
 from async_rl.run.model_cache import model_path
 from async_rl.run.plans import pinned, plan_node, plan_run, plan_services, plan_trainer
@@ -51,14 +54,30 @@ class ConfigFolder(Protocol):
 def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console) -> int:
     """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
     groups = node_groups(config.inference)
-    check_installed(["buffer", "trainer"])
-    check_backend(config)
+    _check_pools(config, groups)
+    config = with_keys(config, *DIALLING, services=True)
+    with open_ground(config) as ground:
+        return _run_on(ground, ground.prepare(config), out, resume, flags, console)
+
+
+def _check_pools(config: Config, groups: Sequence[NodeGroup]) -> None:
+    """Of pools elsewhere, what they need is there, too: each process says itself what it lacks. Raises AsyncRLError."""
+    check_ground(config)
+    check_installed(["buffer"])
+    if config.launch.kind == "local":
+        check_installed(["trainer"])
+        check_backend(config)
+        check_engines(groups, config.task)
+        check_trackers(config)
     check_mixture(config, groups)
     check_task(config)
-    check_engines(groups, config.task)
-    check_trackers(config)
     check_model(config)
-    config = with_keys(config, *DIALLING, services=True)
+
+
+def _run_on(
+    ground: Ground, config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console
+) -> int:
+    groups = node_groups(config.inference)
     directory = _resumed(out, config) if resume else RunDirectory.create(out, config)
     try:
         with directory.hold():
@@ -75,7 +94,8 @@ def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str]
 
             if config.launch.pin:
                 specs = pinned(specs)
-            with Pools(specs, directory.logs, config.launch.grace, config.launch.restarts) as pools:
+            starter = ground.starter(config, directory)
+            with Pools(specs, directory.logs, config.launch.grace, config.launch.restarts, starter) as pools:
                 outcome = _watch(pools, Sizes(pools, config, plan), directory, config, console)
     finally:
         directory.remove_sockets()
@@ -201,9 +221,14 @@ def _watch(pools: Pools, sizes: Sizes, directory: RunDirectory, config: Config, 
     """To the run's end; meanwhile its numbers are shown, and whoever asks for more or fewer nodes is heard."""
     with closing(Requests(directory.requests)) as requests, closing(RunView(directory, config)) as view:
 
+        autoscale = Autoscale(scale, sizes, time.monotonic()) if (scale := config.launch.autoscale) else None
+
         def tick() -> None:
-            display.update(view.snapshot())
+            snapshot = view.snapshot()
+            display.update(snapshot)
             requests.serve(sizes)
+            if autoscale and (done := autoscale.look(time.monotonic(), snapshot.steps, snapshot.status)):
+                note(directory.logs, done)
 
         with closing(make_display(console)) as display:
             return pools.supervise(tick)

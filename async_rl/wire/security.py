@@ -83,6 +83,21 @@ def check_endpoint(endpoint: str, encrypted: bool = False) -> None:
         )
 
 
+def is_local(endpoint: str) -> bool:
+    """Whether only processes of the machine that listens there reach it ("auto" is ipc)."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme != "tcp" or _is_loopback(address.rpartition(":")[0])
+
+
+def with_host(endpoint: str, host: str) -> str:
+    """A wildcard is replaced by this address, which is dialled as it is listened at."""
+    scheme, _, address = endpoint.partition("://")
+    listens, _, port = address.rpartition(":")
+    if scheme != "tcp" or listens not in WILDCARDS:
+        return endpoint
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def reachable(endpoint: str) -> str:
     """Where a service that listens at `endpoint` is dialled on its own machine: a wildcard is no address to dial."""
     scheme, _, address = endpoint.partition("://")

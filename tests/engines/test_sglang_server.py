@@ -22,11 +22,11 @@ from peft import PeftModel
 from served_model import Ids, Tensors, logprobs_by, write_peft
 from tiny_lm import VOCABULARY, tiny_lm
 
+from async_rl.run.scratch import ELSEWHERE, Scratch
 from async_rl.trajectory import Finish
 from inference import flights
 from inference.engine import EngineError
 from inference.event_loop import EventLoop
-from inference.scratch import ELSEWHERE, Scratch
 from inference.server import Call
 from inference.sglang_engine import SglangServer
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from inference.scratch import PREFIX, Scratch
+from async_rl.run.scratch import PREFIX, Scratch
 
 HOLDER = """
 import sys
-from inference.scratch import Scratch
+from async_rl.run.scratch import Scratch
 scratch = Scratch()
 scratch.take_along(sys.argv[1:])
 print(scratch.path, flush=True)

@@ -67,7 +67,7 @@ def _make(root: Path) -> tuple[Path, int]:
         try:
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         except OSError as error:
-            raise AsyncRLError(f"{root}: no folder for policies can be made there ({error.strerror})") from error
+            raise AsyncRLError(f"{root}: no folder can be made there ({error.strerror})") from error
         held = _hold(path)
         if held is None:
             continue

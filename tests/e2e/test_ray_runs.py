@@ -1,0 +1,159 @@
+"""[launch] kind = "ray", on a cluster of raylets on this machine: the run of docs/ray.md, with one of them killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import real_runs
+
+pytest.importorskip("ray")
+from ray.cluster_utils import Cluster
+
+from async_rl.run.directory import RunDirectory
+from async_rl.run.scratch import PREFIX
+from async_rl.run.summary import ledger_balances
+from async_rl.run.view import Address, fetch_status
+from async_rl.wire.messages import NodeStatus
+
+pytestmark = [pytest.mark.e2e, pytest.mark.scale, pytest.mark.timeout(900)]
+
+MEMORY = 80 << 20  # bytes of object store, Ray's least: nothing goes through it
+BOUND, STEPS = 4, 80
+REPLACED_S = 60.0
+SETTINGS = [
+    "--set", f"run.steps={STEPS}", "--set", f"run.eval_every={STEPS}", "--set", "run.eval_samples=256",
+    "--set", "buffer.groups_per_step=16", "--set", f"buffer.max_staleness={BOUND}", "--set", "inference.slots=64",
+    "--set", "inference.nodes=2", "--set", "inference.max_tokens_per_second=350",
+    "--set", "trainer.checkpoint_every=50",
+    "--set", "launch.kind=ray", "--set", "launch.ray.inference.num_cpus=0",
+    "--set", "launch.ray.inference.resources={rollout=1}", "--set", "launch.grace=5",
+]  # fmt: skip
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head for buffer, store and trainer, and two raylets with room for a node each."""
+    made = Cluster(initialize_head=True, head_node_args=raylet(num_cpus=2, include_dashboard=False))
+    try:
+        for _ in range(2):
+            made.add_node(**raylet(num_cpus=0, resources={"rollout": 1}))
+        yield made
+    finally:
+        made.shutdown()
+
+
+def raylet(**settings: Any) -> dict[str, Any]:
+    return {"object_store_memory": MEMORY, **settings}
+
+
+class Watched:
+    """A run's buffer, as its status shows it."""
+
+    def __init__(self, run: Path) -> None:
+        real_runs.wait_for((run / "requests").is_dir, 200, "the launcher")
+        self.directory = RunDirectory.open(run)
+        self.tool = Address.of(self.directory).client("looker-on")
+        self.tool.connect(200)
+
+    def working(self) -> dict[str, NodeStatus]:
+        nodes = fetch_status(self.tool, 60).nodes
+        return {node.name: node for node in nodes if node.state == "ready" and node.sampled_tokens}
+
+    def await_nodes(self, *names: str, timeout_s: float = 200) -> float:
+        """Seconds until exactly these are at work."""
+        started = time.monotonic()
+        wait_for(lambda: set(self.working()) == set(names), timeout_s, lambda: f"{names}, there are {self.working()}")
+        return time.monotonic() - started
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what()}"
+        time.sleep(0.3)
+
+
+def raylet_of(cluster: Cluster, run: Path, node: str) -> Any:
+    """Where a node of the run is, by the launcher's log."""
+    lines = (run / "logs" / "launcher.log").read_text().splitlines()
+    line = next(line for line in reversed(lines) if line.startswith(f"{node} runs on"))
+    short = line.rpartition("Ray node ")[2].rstrip(")")
+    return next(each for each in cluster.worker_nodes if each.node_id.startswith(short))
+
+
+def left_behind(run: Path, since: set[str]) -> list[str]:
+    """Processes of the run, those that its actors started, and their folders."""
+    scratch = {str(path) for path in Path("/tmp").glob(f"{PREFIX}*")} - since
+    ours = [
+        process.info["pid"]
+        for process in psutil.process_iter(["pid", "cmdline"])
+        if any(str(run) in part or any(part.startswith(s) for s in scratch) for part in process.info["cmdline"] or ())
+        and process.pid != os.getpid()
+    ]
+    return [str(each) for each in (*real_runs.processes_of(run), *ours, *scratch)]
+
+
+def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(cluster, shell):
+    run = shell.folder / "on-ray"
+    folders = {str(path) for path in Path("/tmp").glob(f"{PREFIX}*")}
+    launcher = shell.start(
+        "run", str(shell.config), "--out", str(run), *SETTINGS, "--set", f"launch.ray.address={cluster.address}"
+    )
+    watched = Watched(run)
+    print(f"both nodes at work after {watched.await_nodes('node-0', 'node-1'):.1f} s")
+    real_runs.wait_for(lambda: len(real_runs.records(run)) >= 3, 120, "three steps")
+
+    lost = raylet_of(cluster, run, "node-1")
+    killed = time.monotonic()
+    cluster.remove_node(lost, allow_graceful=False)
+    real_runs.wait_for(lambda: set(watched.working()) == {"node-0"}, 120, "the loss to be seen")
+    print(f"loss seen by the buffer after {time.monotonic() - killed:.1f} s")
+    cluster.add_node(**raylet(num_cpus=0, resources={"rollout": 2}))
+    watched.await_nodes("node-0", "node-1")
+    replaced = time.monotonic() - killed
+    print(f"replaced and sampling after {replaced:.1f} s")
+
+    code, output = shell.run("scale", "inference=3", str(run), timeout=400)
+    assert code == 0, output
+    assert output.startswith("started: node-2")
+    print(output)
+    watched.await_nodes("node-0", "node-1", "node-2")
+    code, output = shell.run("scale", "inference=2", str(run), timeout=400)
+    assert code == 0, output
+    assert output.startswith("told to leave: node-2")
+    print(output)
+    watched.tool.close()
+
+    output, _ = launcher.communicate(timeout=500)
+    assert launcher.returncode == 0, output
+    print(output)
+    assert "was lost with its machine" in output
+    assert replaced <= REPLACED_S
+    check_books(run)
+    wait_for(lambda: not left_behind(run, folders), 15, lambda: f"nothing to be left: {left_behind(run, folders)}")
+
+
+def check_books(run: Path) -> None:
+    """Reward rises, the bound is kept, and every attempt is accounted for."""
+    summary = real_runs.summary(run)
+    ledger = summary["ledger"]
+    assert ledger_balances(ledger)
+    assert ledger["leased"] + ledger["ready"] + ledger["batched"] == 0
+    assert ledger["dropped"]["node_lost"] > 0
+    assert ledger["trained"] == STEPS * 16 * 8
+    assert summary["staleness"]["max"] <= BOUND
+    rewards = [record["reward"] for record in real_runs.records(run)]
+    first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
+    print(f"reward {first:.3f} -> {last:.3f}; {json.dumps(ledger)}")
+    assert last >= first + 0.08
+    assert summary["eval"]["last"] > summary["eval"]["first"]
+    for name in ("buffer", "store", "trainer", "node-0", "node-1", "node-2"):
+        assert (run / "logs" / f"{name}.log").stat().st_size > 0
