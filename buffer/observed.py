@@ -15,6 +15,7 @@ from async_rl.run.lengths import length_bin
 from async_rl.version import PolicyId, tokens_of
 from async_rl.wire.link import Server
 from async_rl.wire.messages import NodeReady, NodeStatus, NodeWants, Status
+from async_rl.wire.seen import NOTHING_SEEN, Seen
 from buffer import gauges
 from buffer.events import ResultArrived
 from buffer.leases import EVAL_TICKET, Leases
@@ -73,8 +74,13 @@ class Observed:
             self._push_count += 1
             del self._push_ms[:-KEPT_PUSHES]
 
-    def status(self, replay: Replay, nodes: Mapping[str, NodeReady], trainer: str, now: float) -> Status:
+    def status(
+        self, replay: Replay, nodes: Mapping[str, NodeReady], trainer: str, now: float, seen: Seen = NOTHING_SEEN
+    ) -> Status:
+        """For one who has `seen` some of the history already."""
         views = replay.nodes_view()
+        measured, count = replay.quarantine.measured, replay.quarantine.measured_count
+        pushes, mismatches = seen.since(Seen(self._life, self._push_count, count))
         return Status(
             uptime_s=now - self._started,
             nodes=tuple(self._node(name, nodes[name], views.get(name)) for name in sorted(nodes)),
@@ -89,13 +95,13 @@ class Observed:
             ready_bytes=replay.ready_bytes,
             reserved_bytes=replay.reserved_bytes,
             waiting=replay.waiting(now) if trainer else "the buffer waits for a trainer to join",
-            push_ms=tuple(self._push_ms),
+            push_ms=tuple(self._push_ms[-pushes:]) if pushes else (),
             bound=self._config.buffer.max_staleness,
             pushes=self._push_count,
             handovers=dict(replay.handovers.counts),
             sampled_lengths=dict(self._lengths),
-            mismatches=tuple(replay.quarantine.measured),
-            mismatch_count=replay.quarantine.measured_count,
+            mismatches=tuple(measured)[-mismatches:] if mismatches else (),
+            mismatch_count=count,
             quarantined=replay.nodes.quarantined,
             returned=replay.nodes.returned,
             reused=replay.reused,

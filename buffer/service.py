@@ -55,6 +55,7 @@ from async_rl.wire.messages import (
     TrainerReady,
 )
 from async_rl.wire.payloads import pack_payloads
+from async_rl.wire.seen import NOTHING_SEEN, Seen
 from buffer import events
 from buffer.arrivals import read_results
 from buffer.attendance import Attendance
@@ -255,7 +256,8 @@ class Service:
         self._stop_everyone(message.reason, message.error)
 
     def _on_status(self, received: Received) -> None:
-        self._send(received.peer, self.status())
+        message: StatusRequest = received.message
+        self._send(received.peer, self.status(message.seen))
 
     # --- what the rules decide ---------------------------------------------------------------------------------------
 
@@ -343,8 +345,9 @@ class Service:
                 if isinstance(event, Received) and isinstance(event.message, StatusRequest):
                     self._on_status(event)
 
-    def status(self) -> Status:
-        return self._observed.status(self._replay, self._attendance.ready, self._attendance.trainer, self._clock())
+    def status(self, seen: Seen = NOTHING_SEEN) -> Status:
+        attendance = self._attendance
+        return self._observed.status(self._replay, attendance.ready, attendance.trainer, self._clock(), seen)
 
     def _reading(self) -> Reading:
         return self._observed.reading(self._replay, self._attendance.ready, self._attendance.trainer, self._server)

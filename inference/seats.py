@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from async_rl.top_tokens import TopTokens
 from inference.engine import Request
-from inference.rows import IntArray
+from inference.rows import IntArray, policy_ranges
 from inference.sampling import request_uniforms
 
 
@@ -68,6 +68,14 @@ class Seats:
     def sequence(self, seat: int, length: int) -> npt.NDArray[np.int32]:
         """Prompt and answer so far, a view."""
         return self._sequences[seat, :length]
+
+    def numbers(self, rows: np.ndarray[Any, np.dtype[np.void]]) -> set[int]:
+        """The policies' numbers that `rows` (records of ROW_DTYPE, ended ones too) or the answers under way carry."""
+        found = {*rows["policy"].tolist(), *rows["prompt_policy"].tolist()}
+        under_way = rows[rows["alive"] == 1]
+        for seat, produced in zip(under_way["seat"].tolist(), under_way["produced"].tolist(), strict=True):
+            found.update(serial for serial, _, _ in policy_ranges(self._stamps[seat, :produced]))
+        return found
 
     def uniforms(self, seats: IntArray, produced: IntArray) -> npt.NDArray[np.float64]:
         """The random number for new token `produced` of each seat."""

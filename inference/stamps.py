@@ -1,4 +1,4 @@
-"""Stamps: a small number for each policy that lately sampled a token here, or one of a prefix that came from elsewhere.
+"""Stamps: a small number for each policy of which a token is under way here, sampled here or part of a prefix.
 
 A stamp is written with every token, so it must be cheap: serial numbers in an array, turned into version runs once, at
 the end. A policy keeps its number when it is evicted and installed again; so equal policies side by side are one run.
@@ -6,14 +6,12 @@ the end. A policy keeps its number when it is evicted and installed again; so eq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from async_rl.version import PolicyId, VersionRun
 from inference.rows import IntArray, policy_ranges
-
-KEPT = 1024  # policies whose number is remembered: no token in flight was sampled that many flips ago
 
 
 class Stamps:
@@ -23,17 +21,20 @@ class Stamps:
         self._given = 0
 
     def serial(self, policy: PolicyId) -> int:
-        """The policy's number; a new one the first time, and after a long time."""
+        """The policy's number; a new one the first time, and when it was forgotten."""
         key = (policy.version, policy.digest)
         serial = self._serials.get(key)
         if serial is None:
             serial = self._serials[key] = self._given
             self._policies[serial] = policy
             self._given += 1
-            if len(self._policies) > KEPT:
-                oldest = self._policies.pop(self._given - 1 - KEPT)
-                del self._serials[oldest.version, oldest.digest]
         return serial
+
+    def forget_all_but(self, used: Collection[int]) -> None:
+        """Nothing under way carries another number than these; none is given twice."""
+        for serial in self._policies.keys() - used:
+            policy = self._policies.pop(serial)
+            del self._serials[policy.version, policy.digest]
 
     def policy(self, serial: int) -> PolicyId:
         return self._policies[serial]

@@ -102,7 +102,6 @@ class TorchEngine:
         check_top_tokens(top_tokens, self.vocabulary_size)
         self._top_tokens = top_tokens
         self._is_stop = stop_table(self._runner.model, self._runner.vocab, stop_tokens)
-
         self._matched: dict[PolicyId, tuple[str, ...]] = {}
         self._stamps = Stamps()
         self._first_token: dict[PolicyId, float] = {}
@@ -202,6 +201,7 @@ class TorchEngine:
         if in_flight != "finish":
             self._unbind_waiting(self.resident.keys() - {policy})
             self._rebind(self._unpinned_rows() & (self._live("policy") != self._stamps.serial(policy)), in_flight)
+        self._stamps.forget_all_but(self._seats.numbers(self._rows[: self._n]))
         if ending is not None:
             self.evict(ending)
 

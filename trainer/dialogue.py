@@ -16,6 +16,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.watchdog import Watchdog
 from async_rl.wire.link import Client, LinkTimeout, Received
 from async_rl.wire.messages import Message, StatusRequest
+from async_rl.wire.seen import Seen
 
 log = logging.getLogger("learner")
 
@@ -33,19 +34,22 @@ def anything(message: Any) -> bool:
 
 class Dialogue:
     """`introduction` is what a buffer that does not know this trainer (yet, or any more) has to hear first; `passing`
-    hears every message that comes while the trainer waits, whatever it waits for."""
+    hears every message that comes while the trainer waits, whatever it waits for; `seen` says what of the buffer's
+    history it has heard of."""
 
     def __init__(
         self,
         buffer: Client,
         introduction: Callable[[], Iterable[Message]],
         passing: Callable[[Message], None],
+        seen: Callable[[], Seen],
         stopping: threading.Event,
         watchdog: Watchdog,
     ) -> None:
         self._buffer = buffer
         self._introduction = introduction
         self._passing = passing
+        self._seen = seen
         self._stopping = stopping
         self._watchdog = watchdog
         self._sessions = buffer.sessions
@@ -100,4 +104,4 @@ class Dialogue:
         now = time.monotonic()
         if now - self._status_asked >= STATUS_EVERY_S:
             self._status_asked = now
-            self._buffer.send(StatusRequest())
+            self._buffer.send(StatusRequest(self._seen()))

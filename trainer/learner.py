@@ -42,6 +42,7 @@ from async_rl.wire.messages import (
     TrainerReady,
     words,
 )
+from async_rl.wire.seen import Seen
 from trainer.backend import Backend, StepResult
 from trainer.backends import follow_torchrun, open_backend
 from trainer.batches import TrainingBatch, prepare, with_reference_kl
@@ -50,7 +51,7 @@ from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
 from trainer.publish import Published, Publisher
 from trainer.ranks.place import torchrun_place
-from trainer.records import Seen, batch_record, health, pools_record, sample_records, samples_due, seen_in
+from trainer.records import batch_record, health, pools_record, sample_records, samples_due, seen_in
 from trainer.releases import Releases
 from trainer.schedule import rate_at
 from trainer.trackers import Records, RecordWriter, open_trackers
@@ -103,7 +104,10 @@ class Learner:
         self._routes = model_routes(self._config) if self._config.algorithm.router_replay == "rollout" else None
         self._life = secrets.token_hex(8)
         self._watch = Watch(context.config, context.directory.checkpoints, context.directory.metrics_path)
-        self._talk = Dialogue(buffer, self._introduction, self._take_in_passing, context.stopping, context.watchdog)
+        self._talk = Dialogue(
+            buffer, self._introduction, self._take_in_passing, lambda: self._state.seen, context.stopping,
+            context.watchdog,
+        )  # fmt: skip
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from async_rl.run.metrics import Record
 from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
 from async_rl.version import oldest_version, token_versions, tokens_of
 from async_rl.wire.messages import BatchGroup, Status
+from async_rl.wire.seen import Seen
 from trainer.backend import StepResult
 from trainer.batches import TrainingBatch
 
@@ -165,27 +166,14 @@ def samples_due(step: int, steps: int) -> bool:
     return step % every == 0 or step == steps - 1
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """How many mismatches of a buffer were recorded, and how many pushes of its process, its `life`. It is in
-    checkpoints, so that a trainer that goes on records those since then, and none before it twice."""
-
-    life: str = ""
-    pushes: int = 0
-    mismatches: int = 0
-
-
 def seen_in(status: Status) -> Seen:
     return Seen(status.life, status.pushes, status.mismatch_count)
 
 
 def pools_record(status: Status, seen: Seen) -> Record:
     """The buffer's view of both pools at one moment; `push_ms` are the pushes completed since what was `seen`, and
-    `mismatches` what nodes have shown since then: [node, version, largest |dlogp| in nats, k3].
-
-    A buffer that was started again counts pushes from 0; its mismatches it has from its journal, in the same order.
-    Fewer of them than were seen are those of a buffer without that journal, and all new."""
-    new = status.pushes - (seen.pushes if seen.life == status.life else 0)
-    shown = status.mismatch_count - (seen.mismatches if status.mismatch_count >= seen.mismatches else 0)
+    `mismatches` what nodes have shown since then: [node, version, largest |dlogp| in nats, k3]."""
+    new, shown = seen.since(seen_in(status))
     return {
         "uptime_s": round(status.uptime_s, 3),
         "confirmed": status.confirmed_batches,

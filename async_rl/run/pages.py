@@ -28,6 +28,9 @@ def keep_pages() -> None:
 def settle() -> None:
     """Once a process has loaded what it keeps for good. The collector looks through everything only when what is young
     has grown to a quarter of what is old, and a model's libraries alone are some 400,000 objects: cycles that each step
-    leaves behind would pile up to that (1 kB a step was measured) before any is freed."""
+    leaves behind would pile up to that (1 kB a step was measured) before any is freed.
+
+    Twice, since only a look at everything counts what is old, and what was frozen before is then none of it."""
     gc.collect()
     gc.freeze()
+    gc.collect()

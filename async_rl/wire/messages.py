@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from async_rl.proof import Proof
 from async_rl.version import PolicyId
+from async_rl.wire.seen import NOTHING_SEEN, Seen
 
 MAGIC = "arl"
 SCHEMA = 1
@@ -403,11 +404,11 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 class Status(Message, frozen=True, tag=True):
     """The buffer's view of the run. Times are seconds on the buffer's monotonic clock; push latencies run from the
-    trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all.
-    `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how often a node was set aside, and
-    came back. `reused` is what was lent again, by outcome, and how many batches were smaller for want of it. `life`
-    names the buffer's process: with a new one `pushes` and `sampled_lengths` begin at 0, and what the journal makes
-    again, `mismatch_count` among it, goes on."""
+    trainer's PolicyPublished to the node's NodeServing of that policy: the newest ones, of `pushes` in all, without
+    those that who asks has seen. `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how
+    often a node was set aside, and came back. `reused` is what was lent again, by outcome, and how many batches were
+    smaller for want of it. `life` names the buffer's process: with a new one `pushes` and `sampled_lengths` begin at 0,
+    and what the journal makes again, `mismatch_count` among it, goes on."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
@@ -437,7 +438,7 @@ class Status(Message, frozen=True, tag=True):
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):
-    pass
+    seen: Seen = NOTHING_SEEN
 
 
 # --- policy store ----------------------------------------------------------------------------------------------------

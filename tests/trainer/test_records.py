@@ -13,6 +13,7 @@ from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory,
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, NodeMismatch, Status
+from async_rl.wire.seen import NOTHING_SEEN, Seen
 from buffer.events import NodeAttested, NodeJoined, PolicyRegistered
 from buffer.observed import Observed
 from buffer.recorder import Recorder
@@ -21,7 +22,6 @@ from trainer.backend import StepResult
 from trainer.batches import TrainingBatch, prepare
 from trainer.records import (
     LENGTH_QUANTILES,
-    Seen,
     batch_record,
     health,
     pools_record,
@@ -147,7 +147,7 @@ def test_a_buffer_that_was_killed_and_recovered_shows_no_mismatch_twice(tmp_path
     def shown(version: int) -> Proof:
         return make_proof(tokens, [np.full(len(each) - 1, -3.0 - version, np.float32) for each in tokens], ("q_proj",))
 
-    def lives_and_shows(*versions: int) -> Status:
+    def lives_and_shows(*versions: int, seen: Seen = NOTHING_SEEN) -> Status:
         recorder, observed = Recorder(tmp_path, "run", rules_from_config(config), "never"), Observed(config, 0.0)
         for version in versions:
             policy = PolicyId("main", version, f"{version:064x}")
@@ -156,7 +156,8 @@ def test_a_buffer_that_was_killed_and_recovered_shows_no_mismatch_twice(tmp_path
             observed.published(policy, ["node"], version)
             recorder.apply(NodeAttested("node", policy, shown(version)), version)
             observed.serving("node", policy, version)
-        status = observed.status(recorder.replay, {}, "trainer", 9.0)
+        status, rest = (observed.status(recorder.replay, {}, "trainer", 9.0, each) for each in (Seen(), seen))
+        assert recorded(rest, seen) == recorded(status, seen)  # what the trainer asks for is all that it needs
         recorder.close()
         return status
 
@@ -166,9 +167,9 @@ def test_a_buffer_that_was_killed_and_recovered_shows_no_mismatch_twice(tmp_path
 
     first = lives_and_shows(0, 1, 2)
     assert recorded(first, Seen()) == ([0, 1, 2], 3)
-    second = lives_and_shows()
+    second = lives_and_shows(seen=seen_in(first))
     assert recorded(second, seen_in(first)) == ([], 0)
-    third = lives_and_shows(3)
+    third = lives_and_shows(3, seen=seen_in(second))
     assert third.life != first.life
     assert recorded(third, seen_in(second)) == recorded(third, seen_in(first)) == ([3], 1)
 
