@@ -63,6 +63,12 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Seconds for which a run goes on while every node is quarantined: one may come back under a later policy."""
     trainer_timeout: PositiveFloat = 300.0
     """Seconds that a trainer which has fallen silent, or was killed, has to come back."""
+    relay_fanout: PositiveInt = 3
+    """How many nodes pull a policy from one source at once, from the store likewise, while there are nodes that relay
+    (inference.relay)."""
+    relay_timeout: PositiveFloat = 3.0
+    """Seconds without a chunk after which a node leaves its relay for another source, and that a node may wait for one
+    that has room."""
     fsync: Literal["never", "interval", "always"] = "interval"
     """When the journal is synced to the disk. What is acknowledged survives the death of the process whatever this is;
     with "always" also the loss of power, with "interval" all but the last second of it."""

@@ -23,6 +23,7 @@ from async_rl.credit_config import check_credit
 from async_rl.inference_config import InferenceConfig as InferenceConfig
 from async_rl.inference_config import check_group, check_inference, node_groups
 from async_rl.launch_config import LaunchConfig, check_launch
+from async_rl.relay_config import check_relay
 from async_rl.routes import RouteShape, has_experts, read_route_shape
 from async_rl.schema import ConfigError as ConfigError
 from async_rl.schema import Count, Fraction, NonNegative, PositiveFloat, PositiveInt
@@ -169,6 +170,7 @@ def _check_nodes(config: Config) -> None:
         sends_routes=config.algorithm.router_replay == "rollout",
         deterministic=config.run.deterministic,
     )
+    check_relay(config.inference, encrypted=bool(config.buffer.keys))
     if config.run.deterministic and (settings := lacking_for_determinism(config)):
         raise ConfigError(f"run.deterministic = true needs other settings: add {' '.join(settings)}")
 

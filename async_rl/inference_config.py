@@ -86,6 +86,13 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     """Seconds that scoring one completion may take."""
     max_tokens_per_second: NonNegative = 0.0
     """A torch node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
+    relay: bool = False
+    """Pass policies on to other nodes: these dial this one, and the store sends a few copies whatever their number."""
+    relay_endpoint: str = "tcp://127.0.0.1:*"
+    """With `relay`: where a node listens for others. Beyond this machine that needs buffer.keys."""
+    relay_address: str = ""
+    """With `relay`: where others dial it, where that is not relay_endpoint, as with tcp://0.0.0.0:5710. The port `*` is
+    the one that it listens at."""
     vllm: VllmConfig = VllmConfig()
     sglang: SglangConfig = SglangConfig()
 

@@ -10,6 +10,7 @@ from typing import get_args
 from async_rl.run.exporter import Metric, Reading, link_reading
 from async_rl.version import PolicyId
 from async_rl.wire.link import Server
+from async_rl.wire.messages import StoreStatus
 from buffer.nodes import NodeState, NodeView
 
 MENDED = ("duplicate", "gap", "resends")  # by sending again
@@ -50,6 +51,9 @@ STORED_BYTES = Metric("gauge", "async_rl_store_policy_bytes", "Their files' byte
 STORE_NEWEST = Metric("gauge", "async_rl_store_newest_version", "The newest policy version that was announced.")
 PULLS = Metric("counter", "async_rl_store_pulls_total", "Chunks asked for.")
 SERVED_BYTES = Metric("counter", "async_rl_store_served_bytes_total", "Bytes of policies sent to nodes.")
+RELAYS = Metric("gauge", "async_rl_store_relays", "Nodes that pass policies on to others.")
+RELAYED_BYTES = Metric("counter", "async_rl_store_relayed_bytes_total", "Bytes of policies that relays sent.")
+BYPASSES = Metric("counter", "async_rl_store_bypassed_relays_total", "Pulls that left a relay, by reason.", "reason")
 
 
 def attempts_reading(ledger: Mapping[str, int], evaluation: Mapping[str, int], outside: Mapping[str, int]) -> Reading:
@@ -85,7 +89,7 @@ class StoreGauges:
 
     def __init__(self) -> None:
         self._pulls = 0
-        self._served_bytes = 0
+        self.served_bytes = 0
         self._misplaced = 0
 
     def misplaced(self) -> None:
@@ -93,16 +97,21 @@ class StoreGauges:
 
     def pulled(self, size: int) -> None:
         self._pulls += 1
-        self._served_bytes += size
+        self.served_bytes += size
 
-    def reading(self, sizes: Mapping[PolicyId, int], newest: PolicyId | None, server: Server) -> Reading:
+    def reading(
+        self, sizes: Mapping[PolicyId, int], newest: PolicyId | None, server: Server, relaying: StoreStatus
+    ) -> Reading:
         """`sizes` of the policies kept, in bytes."""
         return {
             POLICIES: len(sizes),
             STORED_BYTES: sum(sizes.values()),
             STORE_NEWEST: newest.version if newest else None,
             PULLS: self._pulls,
-            SERVED_BYTES: self._served_bytes,
+            SERVED_BYTES: self.served_bytes,
+            RELAYS: len(relaying.relays),
+            RELAYED_BYTES: relaying.relayed_bytes,
+            BYPASSES: relaying.bypasses,
             REFUSED: refused(server) | {"misplaced": self._misplaced},
             **link_reading({"store": server}),
         }

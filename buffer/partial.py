@@ -11,7 +11,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from async_rl.wire.messages import Upload
+from async_rl.wire.messages import CHUNK_BYTES, Upload
 
 SYNC_BYTES = 64 << 20  # written, and not yet on the disk: what the last part may have to wait for, and peers with it
 WORK_TIMEOUT_S = 600.0  # for a part's hash and its share of the disk's work, which wait for nobody
@@ -19,17 +19,26 @@ WORK_TIMEOUT_S = 600.0  # for a part's hash and its share of the disk's work, wh
 
 class PartialFile:
     """Begun with the first part's message; `path` may have bytes of an older file, which are written over. Writing and
-    hashing take about as long, so a thread hashes a part while the next is received and written. Methods raise
-    ValueError for what does not belong to the file; then `give_up` is all that is left to do."""
+    hashing take about as long, so a thread hashes a part while the next is received and written. With `hash_chunks` it
+    takes the digest of every CHUNK_BYTES, too. Methods raise ValueError for what does not belong to the file; then
+    `give_up` is all that is left to do."""
 
-    def __init__(self, upload: Upload, path: Path) -> None:
+    def __init__(self, upload: Upload, path: Path, hash_chunks: bool = False) -> None:
         self.path = path
         self._upload = upload
         self._received = self._unsynced = 0
         self._digest = hashlib.sha256()
+        self._chunks: list[bytes] = []
+        self._chunk = hashlib.sha256() if hash_chunks else None
+        self._chunk_bytes = 0
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")  # noqa: SIM115
         self._thread = ThreadPoolExecutor(1)
         self._work: Future[None] | None = None
+
+    @property
+    def chunks(self) -> bytes:
+        """The SHA-256 of every CHUNK_BYTES, once it is whole; empty when they were not taken."""
+        return b"".join(self._chunks)
 
     def take(self, upload: Upload, part: memoryview) -> bool:
         """The next part; True when it was the last. The one before is done with when this returns."""
@@ -51,6 +60,8 @@ class PartialFile:
         os.fsync(self._file.fileno())
         self._join()
         self._close()
+        if self._chunk is not None and self._chunk_bytes:
+            self._chunks.append(self._chunk.digest())
         if self._digest.hexdigest() != sha256:
             raise ValueError(f"policy {self._upload.policy.short()}: the bytes received are not those announced")
 
@@ -75,8 +86,22 @@ class PartialFile:
 
     def _process(self, part: memoryview, sync: bool) -> None:
         self._digest.update(part)
+        if self._chunk is not None:
+            self._hash_chunks(part)
         if sync:
             os.fsync(self._file.fileno())
+
+    def _hash_chunks(self, part: memoryview) -> None:
+        """Parts may be of any size."""
+        part = part.cast("B")
+        while part.nbytes and self._chunk is not None:
+            piece = part[: CHUNK_BYTES - self._chunk_bytes]
+            self._chunk.update(piece)
+            self._chunk_bytes += piece.nbytes
+            part = part[piece.nbytes :]
+            if self._chunk_bytes == CHUNK_BYTES:
+                self._chunks.append(self._chunk.digest())
+                self._chunk, self._chunk_bytes = hashlib.sha256(), 0
 
     def _join(self) -> None:
         work, self._work = self._work, None

@@ -1,253 +1,66 @@
-"""The policy store: keeps policy files whole, announces them, and serves them in chunks to whoever asks.
-
-The files are opaque here (no torch). A policy is durable before it is announced: written under a temporary name,
-fsynced, renamed, and only then entered in `index.jsonl`. What is kept: every version that a trajectory within the
-staleness bound may still need, what evaluation has pinned, and what leads to them (buffer.routes).
-"""
+"""The policy store: keeps policy files whole (buffer.policy_files), announces them, and serves them in chunks to
+whoever asks; where nodes relay, it serves a few and says to the others from whom to pull (buffer.relaying)."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
-import msgspec
-
+from async_rl.buffer_config import BufferConfig
 from async_rl.proof import CANARY
 from async_rl.run.dial import listen
 from async_rl.run.exporter import Reading
 from async_rl.run.killpoints import reached
 from async_rl.run.process import PoolContext, pool_main
-from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, PeerJoined, Received, Server
 from async_rl.wire.messages import (
-    FACTORS,
-    SNAPSHOT,
     Announce,
     Chunk,
+    FindSource,
     Finish,
     Message,
+    NodeRelay,
     PinPolicy,
     Pull,
+    Pulled,
     Route,
     Routed,
     RouteFile,
+    StatusRequest,
     Stop,
     Stored,
     Upload,
 )
 from buffer.gauges import StoreGauges
-from buffer.partial import PartialFile
-from buffer.routes import Routes, StoredPolicy, expired
+from buffer.policy_files import PolicyFiles
+from buffer.relaying import StoreRelays
+from buffer.relays import Relays
+from buffer.routes import StoredPolicy
 
 log = logging.getLogger("store")
 
 POLL_S = 0.1
-NOT_ANNOUNCED = 0
 PARTING_S = 5.0
-MAX_PINS = 256
 MAX_UNREAD_CHUNKS = 64  # a puller asks for a few at a time; each may be as large as Pull.count allows
 
 
-class PolicyFiles:
-    """The files and their index. All methods are synchronous; `add` returns when the policy is durable. With
-    `keep` what an earlier process of this run has stored is there again; without it, it is deleted."""
-
-    def __init__(self, folder: Path, run: str, max_staleness: int, keep: bool = False) -> None:
-        self._folder = folder
-        self._run = run
-        self._max_staleness = max_staleness
-        self._stored: dict[PolicyId, StoredPolicy] = {}
-        self._pins: set[PolicyId] = set()
-        self._pins_may_be_missing = False
-        self._order = 0
-        self._partial: PartialFile | None = None
-        self._expired = folder / "expired.part"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if keep:
-            for entry in self._read_index():
-                self._stored.pop(entry.policy, None)
-                self._stored[entry.policy] = entry
-            self._stored = {policy: entry for policy, entry in self._stored.items() if self._is_whole(entry)}
-            self._order = max((entry.order for entry in self._stored.values()), default=0)
-        kept = {self._path(policy) for policy in self._stored}
-        for leftover in (*folder.glob("*.policy"), *folder.glob("*.part")):
-            if leftover not in kept:
-                leftover.unlink()
-
-    @property
-    def newest(self) -> StoredPolicy | None:
-        """What a node should serve. None before the first announcement."""
-        announced = [entry for entry in self._stored.values() if entry.order]
-        return max(announced, key=lambda entry: entry.order, default=None)
-
-    @property
-    def canary(self) -> StoredPolicy | None:
-        return next((entry for entry in self._stored.values() if entry.kind == CANARY), None)
-
-    @property
-    def newest_order(self) -> int:
-        return self._order
-
-    @property
-    def sizes(self) -> dict[PolicyId, int]:
-        """Bytes of every policy that is kept."""
-        return {policy: entry.size for policy, entry in self._stored.items()}
-
-    def get(self, policy: PolicyId) -> StoredPolicy | None:
-        return self._stored.get(policy)
-
-    def add(self, upload: Upload, part: memoryview) -> StoredPolicy | None:
-        """Take in a part of a policy's file: the policy, once that was the last and all is durable. None: there is more
-        to come, or this is part of a file whose begin an earlier process has seen; its sender begins again. Raises
-        ValueError when the bytes are not those announced, or factors have no parent of a lower version; nothing is
-        left of the file then."""
-        if upload.offset == 0:
-            self.give_up_partial()
-            self._partial = self._begin(upload)
-        partial = self._partial
-        if partial is None:
-            log.info("policy %s: a part at byte %d of no file that was begun", upload.policy.short(), upload.offset)
-            return None
-        try:
-            if not partial.take(upload, part):
-                return None
-            partial.finish(upload.sha256)
-        except Exception:
-            self.give_up_partial()
-            raise
-        self._partial = None
-        return self._enter(upload, partial.path)
-
-    def give_up_partial(self) -> None:
-        """Of a file whose parts will not come any more."""
-        if self._partial is not None:
-            self._partial.give_up()
-            self._partial = None
-
-    def _begin(self, upload: Upload) -> PartialFile:
-        """The file of an expired policy is written over, as it has its memory and its blocks already."""
-        if upload.kind == FACTORS and (upload.parent is None or upload.parent.version >= upload.policy.version):
-            raise ValueError(f"policy {upload.policy.short()}: factors change a policy of a lower version: name it")
-        partial = self._path(upload.policy).with_suffix(".part")
-        with suppress(FileNotFoundError):
-            self._expired.replace(partial)
-        return PartialFile(upload, partial)
-
-    def _enter(self, upload: Upload, partial: Path) -> StoredPolicy:
-        """A file that has come whole. The same policy again is stored once; in another form (a trainer that goes on
-        from a checkpoint has all its weights, and not the last change of them) it takes the place of the first. A
-        version at or below the newest (of a trainer that has gone back) is kept, and not announced: its order is 0. So
-        what is announced later always has the higher version, and to compare the versions that two policies were served
-        under is to compare when they were announced. The canary is announced beside them, with the order 0 too; a
-        policy named "snapshot" never is."""
-        known = self._stored.get(upload.policy)
-        if known is not None and known.sha256 == upload.sha256:
-            partial.unlink()
-            self._remember(known)
-            return known
-        newest = self.newest
-        is_news = upload.policy.name not in (CANARY, SNAPSHOT) and (
-            newest is None or upload.policy.version > newest.policy.version
-        )
-        self._order += is_news
-        order = self._order if is_news else known.order if known is not None else NOT_ANNOUNCED
-        entry = StoredPolicy(upload.policy, upload.kind, upload.size, upload.sha256, order, upload.parent)
-        partial.replace(self._path(upload.policy))
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        os.fsync(descriptor)  # the new name
-        os.close(descriptor)
-        reached("store.before-index")
-        self._remember(entry)
-        reached("store.after-index")
-        self._sweep()
-        self._pins_may_be_missing = False
-        return entry
-
-    def _remember(self, entry: StoredPolicy) -> None:
-        """As the last, with which a past may begin anew; also for the store that is started after this one."""
-        with (self._folder / "index.jsonl").open("a") as index:
-            index.write(json.dumps([self._run, *msgspec.to_builtins(entry)]) + "\n")
-            index.flush()
-            os.fsync(index.fileno())
-        self._stored.pop(entry.policy, None)
-        self._stored[entry.policy] = entry
-
-    def route(self, policy: PolicyId, have: PolicyId | None) -> tuple[StoredPolicy, ...] | None:
-        """See Routes.to."""
-        return Routes(self._stored.values()).to(policy, have)
-
-    def read(self, policy: PolicyId, offset: int, count: int) -> bytes | None:
-        """Up to `count` bytes of a policy's file, or None when it is not kept (any more)."""
-        if policy not in self._stored:
-            return None
-        try:
-            with self._path(policy).open("rb") as file:
-                file.seek(offset)
-                return file.read(count)
-        except OSError as error:
-            log.error("policy %s is gone from the disk: %s", policy.short(), error)
-            return None
-
-    def pin(self, policy: PolicyId, pinned: bool) -> None:
-        """Also one that is not here yet; of MAX_PINS, one more than that is not heeded. A pin lets go of nothing: it
-        may be the first of several that are told again."""
-        if pinned and len(self._pins) < MAX_PINS:
-            self._pins.add(policy)
-        elif not pinned:
-            self._pins.discard(policy)
-            self._sweep()
-
-    def forget_pins(self) -> None:
-        """Of a trainer that joins anew. It pins what *it* evaluates and says so before it uploads, but what its link
-        had not seen taken by an earlier store comes before that: the rest of an upload, or a pin that ends. So all that
-        is stored stays until a first file is, and the next one finds the pins here."""
-        self._pins.clear()
-        self._pins_may_be_missing = True
-
-    def _read_index(self) -> list[StoredPolicy]:
-        """This run's entries, in order; of a policy that was stored again, more than one. The last line may be torn:
-        its policy was not announced."""
-        entries = []
-        with suppress(FileNotFoundError), (self._folder / "index.jsonl").open() as index:
-            for line in index:
-                with suppress(ValueError, msgspec.MsgspecError):
-                    run, *entry = json.loads(line)
-                    if run == self._run:
-                        entries.append(msgspec.convert(entry, StoredPolicy))
-        return entries
-
-    def _is_whole(self, entry: StoredPolicy) -> bool:
-        """Its bytes are compared with their SHA-256 by whoever pulls them."""
-        path = self._path(entry.policy)
-        return path.is_file() and path.stat().st_size == entry.size
-
-    def _sweep(self) -> None:
-        """Nobody is served what has expired; the file of one such policy stays for the next to be written over."""
-        if self._pins_may_be_missing:
-            return
-        for entry in expired(list(self._stored.values()), self._pins, self._max_staleness):
-            del self._stored[entry.policy]
-            with suppress(FileNotFoundError):
-                self._path(entry.policy).replace(self._expired)
-
-    def _path(self, policy: PolicyId) -> Path:
-        """Name, version and digest were checked when the message was decoded, so this stays inside the folder."""
-        return self._folder / f"{policy.version}-{policy.digest}-{policy.name}.policy"
-
-
 class StoreService:
-    def __init__(self, context: PoolContext, server: Server, files: PolicyFiles) -> None:
+    """`relays`: by which rules nodes relay; those of the default configuration without."""
+
+    def __init__(
+        self, context: PoolContext, server: Server, files: PolicyFiles, relays: Relays | None = None
+    ) -> None:
         self._stopping = context.stopping
         self._exporter = context.exporter
         self._watchdog = context.watchdog
         self._gauges = StoreGauges()
         self._server = server
         self._files = files
+        if relays is None:
+            relays = Relays(BufferConfig().relay_fanout, BufferConfig().relay_timeout)
+        self._relays = StoreRelays(server, files, relays, self._send)
         self._trainer: str | None = None
 
     def serve(self) -> None:
@@ -266,14 +79,18 @@ class StoreService:
                     log.warning("the trainer is gone: %s", event.reason)
                     if event.peer not in self._server.peers:
                         self._trainer = None
+                elif event.role == "node":
+                    self._relays.lost(event.peer)
+            self._relays.tick(time.monotonic())
 
     def _on_joined(self, joined: PeerJoined) -> None:
         """A node hears of the canary and the newest policy at once: it shows the one and serves the other before its
         first token. The first trainer is the one whose uploads count until it has left."""
         if joined.role == "node":
+            self._relays.joined(joined.peer, joined.resumed)
             for entry in (self._files.canary, self._files.newest):
                 if entry is not None:
-                    self._send(joined.peer, announcement(entry))
+                    self._announce(joined.peer, entry)
         elif joined.role == "trainer" and self._trainer in (None, joined.peer) and not joined.resumed:
             self._trainer = joined.peer
             self._files.forget_pins()
@@ -290,6 +107,10 @@ class StoreService:
             self._on_pull(received.peer, message)
         elif isinstance(message, Route):
             self._on_route(received.peer, message)
+        elif isinstance(message, NodeRelay | FindSource | Pulled) and received.role == "node":
+            self._on_relaying(received.peer, message)
+        elif isinstance(message, StatusRequest):
+            self._send(received.peer, self._relays.status(self._gauges.served_bytes))
         else:
             self._gauges.misplaced()
             log.warning("%s sent %s, which is not for it to send", received.peer, type(message).__name__)
@@ -308,9 +129,21 @@ class StoreService:
             return
         for node, role in list(self._server.peers.items()):
             if role == "node" and (entry.kind == CANARY or (entry.order and entry.order == self._files.newest_order)):
-                self._send(node, announcement(entry))
+                self._announce(node, entry)
         reached("store.after-announce")
         self._send(peer, Stored(upload.policy))
+
+    def _announce(self, node: str, entry: StoredPolicy) -> None:
+        self._send(node, Announce(*entry[:5], self._relays.some))
+
+    def _on_relaying(self, node: str, message: NodeRelay | FindSource | Pulled) -> None:
+        if isinstance(message, NodeRelay):
+            self._relays.introduced(node, message)
+        elif isinstance(message, Pulled):
+            self._relays.pulled(node, message)
+        elif not self._reads_no_answers(node):
+            with self._watchdog.working(f"reads policy {message.policy.short()} for the digests of its chunks"):
+                self._relays.asked(node, message)
 
     def _on_route(self, peer: str, asked: Route) -> None:
         if self._reads_no_answers(peer):
@@ -352,7 +185,8 @@ class StoreService:
 
     def _reading(self) -> Reading:
         newest = self._files.newest
-        return self._gauges.reading(self._files.sizes, newest.policy if newest else None, self._server)
+        relaying = self._relays.status(self._gauges.served_bytes)
+        return self._gauges.reading(self._files.sizes, newest.policy if newest else None, self._server, relaying)
 
     def _part(self) -> None:
         for peer in list(self._server.peers):
@@ -363,19 +197,16 @@ class StoreService:
             self._server.poll(POLL_S)
 
 
-def announcement(entry: StoredPolicy) -> Announce:
-    return Announce(entry.policy, entry.kind, entry.size, entry.sha256, entry.order)
-
-
 def body(context: PoolContext) -> None:
     directory = context.directory
     server = listen(context, directory.store_endpoint)
     log.info("policy store listens at %s", server.endpoint)
     # Without the buffer's journal, what was trained after the checkpoint is void, and so are its policies.
     keep = directory.journal.is_dir() and any(directory.journal.iterdir())
-    files = PolicyFiles(directory.adapters / "store", directory.run_id, context.config.buffer.max_staleness, keep)
+    settings = context.config.buffer
+    files = PolicyFiles(directory.adapters / "store", directory.run_id, settings.max_staleness, keep)
     try:
-        StoreService(context, server, files).serve()
+        StoreService(context, server, files, Relays(settings.relay_fanout, settings.relay_timeout)).serve()
     finally:
         files.give_up_partial()
         server.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from async_rl.run.exporter import Histogram, Link, Metric, Reading, link_reading
 from inference.engine import Engine
+from inference.relay import Relay
 
 TOKENS = Metric("counter", "async_rl_node_sampled_tokens_total", "Tokens sampled, of completions that are done.")
 STEPS = Metric("counter", "async_rl_node_decode_steps_total", "Decode steps taken.")
@@ -19,14 +20,16 @@ LOADING = Metric("histogram", "async_rl_node_policy_load_seconds", "From a polic
 FAILURES = Metric("counter", "async_rl_node_policy_failures_total", "Policies that did not come or did not load.")
 RECOMPUTED = Metric("counter", "async_rl_node_recomputed_requests_total", "Requests moved by inference.flip_timeout.")
 SCORING = Metric("gauge", "async_rl_node_scoring_queue", "Completions that wait for their score.")
+RELAYED = Metric("counter", "async_rl_node_relayed_bytes_total", "Bytes of policies passed on to other nodes.")
 
 
 class NodeGauges:
     """What the node's loop counts for its reading alone, and what it need not know of otherwise."""
 
-    def __init__(self, slots: int, links: Mapping[str, Link]) -> None:
+    def __init__(self, slots: int, links: Mapping[str, Link], relay: Relay | None = None) -> None:
         self._slots = slots
         self._links = links
+        self._relay = relay
         self._loading = Histogram()
         self._flips = 0
         self._failures = 0
@@ -55,5 +58,6 @@ class NodeGauges:
             FAILURES: self._failures,
             RECOMPUTED: recomputed,
             SCORING: scoring,
+            RELAYED: self._relay.served_bytes if self._relay is not None else None,
             **link_reading(self._links),
         }

@@ -54,6 +54,7 @@ from inference.engines import make_engine
 from inference.gauges import NodeGauges
 from inference.policies import END_S, PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.proof import Prover, logprob_bound
+from inference.pulls import relaying_of
 from inference.rollout import RolloutBook, ToScore
 from inference.scoring import Scored, Scorer
 from inference.server import EngineDied
@@ -386,13 +387,16 @@ def body(context: PoolContext) -> None:
         ready = NodeReady(
             engine.capabilities.name, config.inference.slots, fingerprint(config, path), logprob_bound(engine, config)
         )
-        puller = PolicyPuller(store, scratch.path, inbox, engine.capabilities.in_place, engine.read)
+        relaying = relaying_of(context)
+        puller = PolicyPuller(store, scratch.path, inbox, engine.capabilities.in_place, engine.read, relaying)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
-        gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store})
+        gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store}, relaying.relay)
         settle()
         try:
             Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()
         finally:
+            if relaying.relay is not None:
+                relaying.relay.close()
             puller.close(min(END_S, config.launch.grace / 4))  # so that there is time left to take its files away
             store.close()
             buffer.close()

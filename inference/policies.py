@@ -1,4 +1,4 @@
-"""How policies reach a node: pulled from the store in chunks, verified, and handed over as files.
+"""How policies reach a node: pulled in chunks (inference.pulls), verified, and handed over as files.
 
 A thread of its own does this, so that sampling goes on while 160 MB come in, and while the engine's `read` looks at
 them. It always fetches the newest announced policy, skipping what was overtaken, and on request older ones that
@@ -11,14 +11,12 @@ have to be applied to what the engine serves, in the fewest bytes.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,15 +24,14 @@ from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
 from async_rl.run.killpoints import reached
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
-from async_rl.wire.messages import Announce, Chunk, Pull, Route, Routed, RouteFile, Stop
+from async_rl.wire.link import Client, LinkError
+from async_rl.wire.messages import Announce, RelayKeys, Route, Routed, RouteFile, Stop
+from inference import pulls
 from inference.engine import PolicyContent
+from inference.pulls import FilePuller, Relaying
 
 log = logging.getLogger("policies")
 
-CHUNK_BYTES = 1 << 20
-CHUNKS_AHEAD = 4  # outstanding requests: enough to keep a link busy, little enough to abandon
-CHUNK_TIMEOUT_S = 30.0
 IDLE_S = 0.2
 END_S = 2.5  # for the thread, at the end
 RETRY_S = 1.0  # before what did not come is asked for again
@@ -81,17 +78,18 @@ class Attempt(NamedTuple):
 
 class PolicyPuller:
     """`inbox` receives PolicyFetched and PolicyFetchFailed, and the error that ended the thread, if one did. `read` is
-    the engine's."""
+    the engine's; `relaying` is what it takes to pull from other nodes."""
 
     def __init__(
         self, link: Client, folder: Path, inbox: queue.SimpleQueue[object], routed: bool = False,
-        read: Callable[[PolicyId, Path], PolicyContent] | None = None,
+        read: Callable[[PolicyId, Path], PolicyContent] | None = None, relaying: Relaying | None = None,
     ) -> None:  # fmt: skip
         self._link = link
         self._folder = folder
         self._inbox = inbox
         self._routed = routed
         self._read = read
+        self._files = FilePuller(link, self._note, self._check_open, relaying)
         self._have: PolicyId | None = None
         self._asked: queue.SimpleQueue[PolicyId] = queue.SimpleQueue()
         self._newest: Announce | None = None
@@ -133,6 +131,7 @@ class PolicyPuller:
 
     def _run(self) -> None:
         try:
+            self._files.introduce()
             while not self._closing.is_set():
                 self._listen(IDLE_S if self._asked.empty() else 0.0)
                 news = self._news()
@@ -149,6 +148,8 @@ class PolicyPuller:
         except Exception as error:  # whatever it is, the node must not go on with what it serves for ever
             if not self._closing.is_set():
                 self._inbox.put(error)
+        finally:
+            self._files.close()
 
     def _fetch_canary(self, canary: PolicyId) -> None:
         """Before any other policy, and again until it is here: the node may not work without it."""
@@ -196,6 +197,7 @@ class PolicyPuller:
         announces from now on is newer than all before."""
         if self._link.sessions > self._sessions:
             self._sessions = self._link.sessions
+            self._files.introduce()
             self._order_base += self._fetched_order
             self._overtaken()
             self._fetched_order, self._newest = 0, None
@@ -219,10 +221,14 @@ class PolicyPuller:
 
     def _note(self, message: object) -> None:
         self._notice_a_new_session()
+        if isinstance(message, Announce):
+            self._files.relayed = message.relayed
         if isinstance(message, Announce) and message.kind == CANARY:
             self._canary = message.policy if message.policy != self._canary_seen else None
         elif isinstance(message, Announce) and (self._newest is None or message.order > self._newest.order):
             self._newest = message
+        elif isinstance(message, RelayKeys):
+            self._files.admit(message)
         elif isinstance(message, Stop):
             self._closing.set()
 
@@ -235,7 +241,7 @@ class PolicyPuller:
             if self._routed and policy.name != CANARY:
                 path = self._pull_way(policy, path)
             else:
-                self._pull(policy, path)
+                self._files.pull(policy, path)
             self._check_open(f"policy {policy.short()} was read")
             content = self._content(policy, path)
         except (AsyncRLError, OSError) as error:  # OSError: the disk is full
@@ -262,81 +268,25 @@ class PolicyPuller:
         """All files of the way to a policy: where it is one, as `path`, else in a folder of that name."""
         files = self._way(policy)
         if len(files) == 1:
-            self._pull(files[0].policy, path, files[0])
+            self._files.pull(files[0].policy, path, files[0])
             return path
         path.mkdir(mode=0o700)
         for number, file in enumerate(files):
-            self._pull(file.policy, path / f"{number:06}.safetensors", file)
+            self._files.pull(file.policy, path / f"{number:06}.safetensors", file)
             reached("node.mid-route")
         return path
 
     def _way(self, policy: PolicyId) -> tuple[RouteFile, ...]:
         self._link.send(Route(policy, self._have))
-        deadline, awaiting = time.monotonic() + CHUNK_TIMEOUT_S, f"the way to policy {policy.short()}"
+        deadline, awaiting = time.monotonic() + pulls.CHUNK_TIMEOUT_S, f"the way to policy {policy.short()}"
         while True:
-            message = self._receive(deadline, awaiting).message
+            message = self._files.receive(deadline, awaiting).message
             if not isinstance(message, Routed):
                 self._note(message)
             elif message.policy == policy:
                 if message.error:
                     raise AsyncRLError(f"policy {policy.short()}: {message.error}")
                 return message.files
-
-    def _pull(self, policy: PolicyId, path: Path, expected: RouteFile | None = None) -> None:
-        """Chunks in order, a few requests ahead; the first answer says how large the file is. A chunk is hashed while
-        it is written, as both take about as long (a pull of 160 MB: 0.26 s, 0.23 s so; of 4 at once: 1.8 s, 1.4 s)."""
-        self._check_open(f"policy {policy.short()} came")
-        asked, received, size, sha256 = 0, 0, CHUNK_BYTES, ""
-        if expected is not None:
-            size, sha256 = expected.size, expected.sha256
-        digest = hashlib.sha256()
-        hashing: Future[None] | None = None
-        with path.open("wb") as file, ThreadPoolExecutor(1, "policy-hash") as hasher:
-            while received < size:
-                while asked < size and asked - received < CHUNKS_AHEAD * CHUNK_BYTES:
-                    self._link.send(Pull(policy, asked, CHUNK_BYTES))
-                    asked += CHUNK_BYTES
-                chunk, data = self._next_chunk(policy, received)
-                if sha256 and (chunk.size, chunk.sha256) != (size, sha256):
-                    raise AsyncRLError(f"policy {policy.short()} became another file while it was pulled")
-                size, sha256 = chunk.size, chunk.sha256
-                if data.nbytes != min(CHUNK_BYTES, size - received):
-                    raise AsyncRLError(f"the store sent {data.nbytes} bytes of {policy.short()} at {received}")
-                if hashing is not None:
-                    hashing.result(CHUNK_TIMEOUT_S)  # so that no more than one chunk waits for it
-                hashing = hasher.submit(digest.update, data)
-                file.write(data)
-                received += data.nbytes
-        if digest.hexdigest() != sha256:
-            raise AsyncRLError(f"policy {policy.short()} arrived damaged: its SHA-256 is not the announced one")
-
-    def _next_chunk(self, policy: PolicyId, offset: int) -> tuple[Chunk, memoryview]:
-        deadline = time.monotonic() + CHUNK_TIMEOUT_S
-        awaiting = f"bytes of policy {policy.short()} from {offset}"
-        while True:
-            got = self._receive(deadline, awaiting)
-            message = got.message
-            if not isinstance(message, Chunk):
-                self._note(message)
-            elif message.policy == policy and message.offset == offset:
-                if message.error:
-                    raise AsyncRLError(f"policy {policy.short()}: {message.error}")
-                if len(got.blobs) != 1:
-                    raise AsyncRLError(f"the store sent {len(got.blobs)} frames of policy {policy.short()}, not one")
-                return message, got.blobs[0]
-
-    def _receive(self, deadline: float, awaiting: str) -> Received:
-        """In slices, so that a node which is to end need not wait for a store that does not answer."""
-        while True:
-            self._check_open(f"{awaiting} came")
-            try:
-                return self._link.receive(IDLE_S, awaiting)
-            except LinkTimeout as timeout:
-                if time.monotonic() > deadline:
-                    raise LinkTimeout(
-                        f"{self._link.name} waited {CHUNK_TIMEOUT_S:g} s for {awaiting} from {self._link.peer} at "
-                        f"{self._link.endpoint}"
-                    ) from timeout
 
     def _check_open(self, what: str) -> None:
         """Before anything that takes long, or makes a file where the node takes its folder away."""

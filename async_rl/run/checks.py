@@ -271,6 +271,7 @@ def dry_run_table(config: Config, model: str) -> Table:
         ("store", _endpoint(buffer.store_endpoint, "store")),
         ("keys", buffer.keys or "none: no link leaves this machine"),
         *(("inference", describe_group(group)) for group in node_groups(inference)),
+        ("relays", _relays(config)),
         ("sampling", f"temperature {inference.temperature:g}, up to {inference.max_new_tokens} new tokens"),
         (
             "trainer",
@@ -290,6 +291,15 @@ def dry_run_table(config: Config, model: str) -> Table:
     for label, text in rows:
         table.add_row(label, text.replace("[", r"\["))
     return table
+
+
+def _relays(config: Config) -> str:
+    """Which nodes pass policies on, and how many pull from each."""
+    relaying = [group for group in node_groups(config.inference) if group.inference.relay]
+    if not relaying:
+        return "none: the store sends every node its copy"
+    names = ", ".join(f"{group.name or 'every node'} at {group.inference.relay_endpoint}" for group in relaying)
+    return f"{names}; {config.buffer.relay_fanout} nodes pull from each source, and from the store"
 
 
 def _listeners(config: Config) -> list[str]:

@@ -6,9 +6,9 @@ import queue
 
 from async_rl.config import keys_folder
 from async_rl.run.process import PoolContext
-from async_rl.wire.keys import ServiceKeys, dial_keys
+from async_rl.wire.keys import NodeDoorKeys, ServiceKeys, dial_keys
 from async_rl.wire.link import Client, Server
-from async_rl.wire.messages import Role
+from async_rl.wire.messages import Role, Source
 from async_rl.wire.security import where_to_dial
 
 GRACE_S = 10.0  # a wait ends by its own limit, with its own message, before the watchdog would
@@ -26,6 +26,30 @@ def listen(context: PoolContext, endpoint: str) -> Server:
         heartbeat_s=context.config.buffer.heartbeat,
         keys=ServiceKeys(folder) if folder is not None else None,
     )
+
+
+def listen_as_relay(context: PoolContext, endpoint: str) -> tuple[Server, NodeDoorKeys | None]:
+    """A node's socket for other nodes; with keys it lets in nobody before the store has said whom. Raises as listen."""
+    folder = keys_folder(context.config)
+    keys = NodeDoorKeys(folder) if folder is not None else None
+    heartbeat_s = context.config.buffer.heartbeat
+    directory = context.directory
+    server = Server(
+        endpoint, run=directory.run_id, token=directory.token, name=context.name, heartbeat_s=heartbeat_s, keys=keys
+    )
+    return server, keys
+
+
+def dial_relay(context: PoolContext, source: Source) -> Client:
+    """A link to a relay, not connected yet. Raises AsyncRLError for an endpoint that is not allowed."""
+    directory = context.directory
+    keys = dial_keys(keys_folder(context.config), "node")
+    if keys is not None:
+        keys = keys._replace(server=source.key.encode())
+    return Client(
+        source.endpoint, run=directory.run_id, token=directory.token, role="node", name=context.name,
+        peer=f"relay {source.relay}", heartbeat_s=context.config.buffer.heartbeat, keys=keys,
+    )  # fmt: skip
 
 
 def dial_services(

@@ -19,7 +19,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from async_rl.wire.frames import Hello
-from async_rl.wire.keys import ServiceKeys
+from async_rl.wire.keys import DoorKeys
 from async_rl.wire.messages import Envelope
 
 MAX_NAME = 200
@@ -42,7 +42,7 @@ class Door:
         *,
         run: str,
         token: str,
-        keys: ServiceKeys | None,
+        keys: DoorKeys | None,
     ) -> None:
         self._run = run
         self._token = token.encode()

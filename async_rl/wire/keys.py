@@ -17,9 +17,9 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import zmq
 from zmq.utils import z85
@@ -43,6 +43,16 @@ Allowed = Mapping[str, frozenset[str]]
 
 class KeyFileError(AsyncRLError):
     """A key file that is missing, open to others, or malformed; the message names it and never the key."""
+
+
+class DoorKeys(Protocol):
+    """What a server needs: its secret key, and who may come in."""
+
+    secret: bytes
+
+    def roles(self, key: str) -> frozenset[str]: ...
+
+    def keys_of(self, role: str) -> frozenset[str]: ...
 
 
 class DialKeys(NamedTuple):
@@ -80,6 +90,11 @@ class ServiceKeys:
                 log.error("%s: the list read before goes on to hold", error)
         return self._allowed.get(key, frozenset())
 
+    def keys_of(self, role: str) -> frozenset[str]:
+        """All public keys (Z85) that may say hello in a role."""
+        self.roles("")  # reads the file again when it has changed
+        return frozenset(key for key, roles in self._allowed.items() if role in roles)
+
     def _stamp(self) -> tuple[int, int]:
         try:
             found = self._path.stat()
@@ -89,6 +104,35 @@ class ServiceKeys:
 
     def __repr__(self) -> str:
         return f"ServiceKeys({self.folder})"
+
+
+class NodeDoorKeys:
+    """Of a node that others dial (inference.relay): its own secret serves, and who may come in is what the store has
+    said: those that may come there as a node. Raises KeyFileError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.secret = _secret(folder, "node")
+        self._nodes: frozenset[str] = frozenset()
+
+    @property
+    def admits_some(self) -> bool:
+        return bool(self._nodes)
+
+    def admit(self, keys: Iterable[str]) -> None:
+        """These, and no others."""
+        self._nodes = frozenset(keys)
+
+    def roles(self, key: str) -> frozenset[str]:
+        """As ServiceKeys.roles."""
+        return frozenset({"node"}) if key in self._nodes else frozenset()
+
+    def keys_of(self, role: str) -> frozenset[str]:
+        """As ServiceKeys.keys_of."""
+        return self._nodes if role == "node" else frozenset()
+
+    def __repr__(self) -> str:
+        return f"NodeDoorKeys({self.folder})"
 
 
 # --- making ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,11 @@ new SCHEMA. Who sends what:
     trainer -> buffer   TrainerReady, PolicyPublished, Draw, Confirm, Checkpointed, EvalRequest, Finish
     buffer  -> trainer  Batch, Confirmed, EvalResult, Final, Stop
     tool    -> buffer   StatusRequest, Drain     buffer -> tool      Status, DrainAnswer
+    tool    -> store    StatusRequest            store  -> tool      StoreStatus
     trainer -> store    Upload, PinPolicy        store  -> trainer   Stored
-    node    -> store    Route, Pull              store  -> node      Announce, Routed, Chunk
+    node    -> store    Route, Pull, NodeRelay, FindSource, Pulled
+    store   -> node     Announce, Routed, Chunk, RelayKeys, Source
+    node    -> relay    Pull                     relay  -> node      Chunk, NotYet
 """
 
 from __future__ import annotations
@@ -477,13 +480,14 @@ class PinPolicy(Message, frozen=True, array_like=True, tag=True):
 
 class Announce(Message, frozen=True, array_like=True, tag=True):
     """`order` rises with every announcement: newer is what was announced later. It is 0 for the
-    canary, which is not to be served."""
+    canary, which is not to be served. `relayed`: there are nodes that relay, so ask from whom to pull (FindSource)."""
 
     policy: PolicyId
     kind: str
     size: int
     sha256: str
     order: int
+    relayed: bool = False
 
 
 class Route(Message, frozen=True, array_like=True, tag=True):
@@ -529,11 +533,86 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
     error: Words = ""
 
 
+# --- relays: nodes that pass on to others what they pull --------------------------------------------------------------
+
+CHUNK_BYTES = 1 << 20  # what is asked for at once, and has a digest of its own
+DIGEST_BYTES = 32
+MAX_CHUNKS = 1 << 20
+RELAY_KEEPS = 4  # files that a relay has pulled last, and passes on
+Trouble = Literal["silent", "unreachable", "gone", "damaged"]
+
+
+class NodeRelay(Message, frozen=True, array_like=True, tag=True):
+    """First message of a node to the store, and of every later session of it. `place` is one for all processes that
+    reach each other's loopback. `endpoint` is where others may dial this node for what it pulls; empty, it does not
+    relay."""
+
+    place: Label
+    endpoint: Label = ""
+
+
+class RelayKeys(Message, frozen=True, array_like=True, tag=True):
+    """The public keys (Z85) of all who may come as a node, and so may dial a relay; sent to a node when it joins, where
+    there are keys, and whenever the list changes."""
+
+    keys: Annotated[tuple[Annotated[str, Meta(max_length=40)], ...], Meta(max_length=1 << 16)]
+
+
+class FindSource(Message, frozen=True, array_like=True, tag=True):
+    """From whom shall this node pull the file of a policy? `failed` is the relay that it had and has left for
+    `trouble`: silent for too long, not to be reached, without the file, or with bytes that were not the file's."""
+
+    policy: PolicyId
+    failed: Label = ""
+    trouble: Trouble = "silent"
+
+
+class Source(Message, frozen=True, array_like=True, tag=True):
+    """From `relay` at `endpoint`, whose public key is `key` where there are keys; from the store where that is empty.
+    `chunks` are the SHA-256 (32 bytes each) of the file's chunks of CHUNK_BYTES. Also unasked, to who pulls the file
+    already: go on from there. `error`: the store does not have it."""
+
+    policy: PolicyId
+    relay: Label = ""
+    endpoint: Label = ""
+    key: Annotated[str, Meta(max_length=40)] = ""
+    size: Count = 0
+    sha256: Label = ""
+    chunks: Annotated[bytes, Meta(max_length=DIGEST_BYTES * MAX_CHUNKS)] = b""
+    error: Words = ""
+
+
+class Pulled(Message, frozen=True, array_like=True, tag=True):
+    """This node has the whole file, verified; `relayed` of its bytes came from relays."""
+
+    policy: PolicyId
+    relayed: Count = 0
+
+
+class NotYet(Message, frozen=True, array_like=True, tag=True):
+    """The relay is alive, and waits for this chunk itself."""
+
+    policy: PolicyId
+    offset: Count
+
+
+class StoreStatus(Message, frozen=True, array_like=True, tag=True):
+    """The store's view: the bytes of policies that it has sent, and those that relays have (as the nodes say that had
+    them), since it began; the nodes that relay; how often one was bypassed, by reason; who is trusted no more."""
+
+    served_bytes: int = 0
+    relayed_bytes: int = 0
+    relays: tuple[str, ...] = ()
+    bypasses: dict[str, int] = {}
+    liars: tuple[str, ...] = ()
+
+
 AnyMessage = (
     NodeReady | NodeServing | NodeHolds | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | Checkpointed | EvalRequest | EvalResult
     | Finish | Final | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
     | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver | Route | Routed | Compared
+    | NodeRelay | RelayKeys | FindSource | Source | Pulled | NotYet | StoreStatus
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -116,6 +116,17 @@ def where_to_dial(configured: str, listening: str) -> str:
     return configured if named else reachable(listening)
 
 
+def with_port_of(address: str, listening: str) -> str:
+    """`tcp://HOST:*` with the port of where a service listens; any other address as it is."""
+    return address.removesuffix("*") + listening.rpartition(":")[2] if address.endswith(":*") else address
+
+
+def is_wildcard(endpoint: str) -> bool:
+    """Whether a service that listens there can be dialled under several addresses, none of which is that one."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme == "tcp" and address.rpartition(":")[0] in WILDCARDS
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

@@ -50,7 +50,7 @@ from async_rl.wire.frames import (
     set_common_options,
     silence_s,
 )
-from async_rl.wire.keys import ServiceKeys
+from async_rl.wire.keys import DoorKeys
 from async_rl.wire.messages import SCHEMA, Envelope, Message
 from async_rl.wire.security import check_endpoint
 from async_rl.wire.session import Report, Session, Verdict
@@ -113,11 +113,12 @@ class Server:
         name: str,
         heartbeat_s: float = 1.0,
         window_bytes: int = 8 << 20,
-        keys: ServiceKeys | None = None,
+        keys: DoorKeys | None = None,
     ) -> None:
         check_endpoint(endpoint, encrypted=keys is not None)
         self.run = run
         self.name = name
+        self.keys = keys
         self.counters: Counter[str] = Counter()
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -155,6 +156,11 @@ class Server:
     def peers(self) -> Mapping[str, str]:
         """Name to role of every client that `send` accepts, those momentarily lost included."""
         return {peer.name: peer.role for peer in self._peers.values()}
+
+    def key_of(self, peer: str) -> str:
+        """The public key (Z85) that a client's connection was authenticated with; empty without keys."""
+        known = self._peers.get(peer)
+        return known.key if known is not None else ""
 
     # --- what the caller does ----------------------------------------------------------------------------------------
 

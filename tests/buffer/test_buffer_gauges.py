@@ -12,6 +12,7 @@ from async_rl.config import config_from_table
 from async_rl.run.exporter import Exporter, Reading
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, Server
+from async_rl.wire.messages import StoreStatus
 from buffer.events import EvalRequested, NodeLost
 from buffer.gauges import StoreGauges
 from buffer.observed import Observed
@@ -114,11 +115,15 @@ def test_the_stores_numbers_are_those_of_what_it_keeps_and_what_left(server: Ser
             client.connect(0.01)
         while not server.poll(0.05):
             pass
-        samples = read(gauges.reading({old: 500, new: 524}, new, server), tmp_path)
+        relaying = StoreStatus(1024, 4096, ("n-0", "n-1"), {"silent": 3})
+        samples = read(gauges.reading({old: 500, new: 524}, new, server, relaying), tmp_path)
     finally:
         client.close(0.1)
     assert samples["async_rl_store_policies"] == 2
     assert samples["async_rl_store_policy_bytes"] == samples["async_rl_store_served_bytes_total"] == 1024
+    assert samples["async_rl_store_relays"] == 2
+    assert samples["async_rl_store_relayed_bytes_total"] == 4096
+    assert samples['async_rl_store_bypassed_relays_total{reason="silent"}'] == 3
     assert samples["async_rl_store_newest_version"] == 7
     assert samples["async_rl_store_pulls_total"] == 2
     assert samples['async_rl_link_received_bytes_total{link="store"}'] == server.bytes_received > 0

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from async_rl.version import PolicyId
 from async_rl.wire.messages import BASE, FACTORS, SNAPSHOT, Upload
+from buffer.policy_files import PolicyFiles
 from buffer.routes import Routes, StoredPolicy, expired, weights
-from buffer.store import PolicyFiles
 
 SMALL, LARGE, NOTHING = 10, 200, 1
 

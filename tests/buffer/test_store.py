@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from async_rl.version import PolicyId
 from async_rl.wire.messages import Upload
+from buffer.policy_files import PolicyFiles
 from buffer.routes import StoredPolicy, expired
-from buffer.store import PolicyFiles
 
 
 def policy(version: int, mark: str = "a") -> PolicyId:

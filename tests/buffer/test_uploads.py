@@ -21,7 +21,7 @@ from async_rl.wire.link import LinkRefused, LinkTimeout
 from async_rl.wire.messages import Upload
 from async_rl.wire.parts import parts_of
 from buffer import partial
-from buffer.store import PolicyFiles
+from buffer.policy_files import PolicyFiles
 from trainer import publish
 from trainer.publish import Publisher, publish_limit_s, upload_limit_s
 

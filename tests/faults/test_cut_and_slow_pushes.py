@@ -19,7 +19,7 @@ from tcp_proxy import TcpProxy
 
 from async_rl.wire.link import Client
 from async_rl.wire.messages import Stored, Upload
-from inference import policies
+from inference import pulls
 from inference.policies import PolicyFetched, PolicyPuller
 
 SIZE = 8 << 20
@@ -99,7 +99,7 @@ def test_a_push_that_is_cut_again_and_again_arrives_whole(nodes: Nodes) -> None:
 def test_a_store_that_falls_silent_in_the_middle_of_a_push_ends_the_node_with_its_name(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies, "CHUNK_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(pulls, "CHUNK_TIMEOUT_S", 2.0)
     proxy = nodes.proxy()
     inbox = nodes.puller("node-3", proxy.endpoint)
     proxy.bytes_per_s = SIZE // 2

@@ -16,10 +16,10 @@ from async_rl.errors import AsyncRLError
 from async_rl.proof import CANARY
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkRefused
-from async_rl.wire.messages import Pull, Stop
+from async_rl.wire.messages import CHUNK_BYTES, Pull, Stop
 from inference import policies
 from inference.engine import PolicyContent
-from inference.policies import CHUNK_BYTES, PolicyFetchFailed
+from inference.policies import PolicyFetchFailed
 
 PATIENCE_S = 20.0
 
@@ -374,7 +374,7 @@ def test_a_puller_that_is_closed_neither_has_a_policy_read_nor_begins_another_fi
     node.puller._thread.join(PATIENCE_S)
     assert not node.puller._thread.is_alive()
     with pytest.raises(AsyncRLError, match="the node ends before"):
-        node.puller._pull(policy(1), house.scratch / "late")
+        node.puller._files.pull(policy(1), house.scratch / "late")
     assert read == list(house.scratch.iterdir()) == []
 
 

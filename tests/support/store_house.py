@@ -7,7 +7,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +16,21 @@ from async_rl.run.process import StopEvent
 from async_rl.run.watchdog import Watchdog
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, Server
-from async_rl.wire.messages import PinPolicy, Pull, Stored, Upload
-from buffer.store import PolicyFiles, StoreService
+from async_rl.wire.messages import FindSource, PinPolicy, Pull, Source, Stored, Upload
+from buffer.policy_files import PolicyFiles
+from buffer.relays import Relays
+from buffer.store import StoreService
 from inference.engine import PolicyContent
 from inference.policies import PolicyFetched, PolicyFetchFailed, PolicyPuller
+from inference.pulls import Relaying
+from inference.relay import Relay
 
 Read = Callable[[PolicyId, Path], PolicyContent]
 
 RUN, TOKEN = "r1", "t" * 64
 MAX_STALENESS = 1
 PATIENCE_S = 20.0
+RELAY_TIMEOUT_S = 1.0
 
 
 def policy(version: int) -> PolicyId:
@@ -53,6 +58,19 @@ class WatchedStore(StoreService):
 
     pulls: list[Pull]
     before_pull: Callable[[Pull], None] | None = None
+    order: Sequence[str] = ()
+    """Nodes whose next questions from whom to pull are heard in this order, once all have come."""
+    early: dict[str, FindSource]
+
+    def _on_relaying(self, node: str, message: Any) -> None:
+        if not isinstance(message, FindSource) or node not in self.order:
+            super()._on_relaying(node, message)
+            return
+        self.early[node] = message
+        if len(self.early) == len(self.order):
+            order, self.order = self.order, ()
+            for each in order:
+                super()._on_relaying(each, self.early.pop(each))
 
     def _on_pull(self, peer: str, pull: Pull) -> None:
         if self.before_pull is not None:
@@ -64,7 +82,8 @@ class WatchedStore(StoreService):
 class House:
     """A store in a thread, a trainer that uploads, and nodes that pull."""
 
-    def __init__(self, folder: Path, max_staleness: int = MAX_STALENESS) -> None:
+    def __init__(self, folder: Path, max_staleness: int = MAX_STALENESS, fanout: int = 1) -> None:
+        self.fanout = fanout
         self.files, self.max_staleness = folder / "store", max_staleness
         self.scratch = folder / "node"
         self.scratch.mkdir()
@@ -78,8 +97,9 @@ class House:
         self.stopping = StopEvent()
         self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
         files = PolicyFiles(self.files, RUN, self.max_staleness, keep)
-        self.store = WatchedStore(Context(self.stopping, Exporter(), Watchdog()), self.server, files)
-        self.store.pulls = []
+        self.relays = Relays(self.fanout, RELAY_TIMEOUT_S)
+        self.store = WatchedStore(Context(self.stopping, Exporter(), Watchdog()), self.server, files, self.relays)
+        self.store.pulls, self.store.early = [], {}
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -97,13 +117,31 @@ class House:
         client.connect(PATIENCE_S)
         return client
 
-    def node(self, link: Client | None = None, routed: bool = False, read: Read | None = None) -> Node:
+    def relaying_node(
+        self, name: str, volunteers: bool = True, timeout_s: float = RELAY_TIMEOUT_S, routed: bool = False
+    ) -> Node:
+        """A node that pulls from relays where the store says so, and perhaps is one itself."""
+        relay = None
+        if volunteers:
+            server = Server(f"ipc://{self.files.parent / name}", run=RUN, token=TOKEN, name=name)
+            relay = Relay(server, server.endpoint, timeout_s)
+            self._closing.append(relay.close)
+
+        def dial(source: Source) -> Client:
+            return Client(source.endpoint, run=RUN, token=TOKEN, role="node", name=name, peer=f"relay {source.relay}")
+
+        return self.node(self.link("node", name), routed, relaying=Relaying(dial, timeout_s, "here", relay))
+
+    def node(
+        self, link: Client | None = None, routed: bool = False, read: Read | None = None,
+        relaying: Relaying | None = None,
+    ) -> Node:  # fmt: skip
         link = link or self.link("node", "node")
         folder = self.scratch
         if link.name != "node":  # a folder of its own, as every node has
             folder = self.scratch / link.name
             folder.mkdir()
-        node = Node(link, folder, routed, read)
+        node = Node(link, folder, routed, read, relaying)
         self._closing.append(node.puller.close)
         return node
 
@@ -149,10 +187,14 @@ class House:
 
 
 class Node:
-    def __init__(self, link: Client, folder: Path, routed: bool = False, read: Read | None = None) -> None:
+    def __init__(
+        self, link: Client, folder: Path, routed: bool = False, read: Read | None = None,
+        relaying: Relaying | None = None,
+    ) -> None:  # fmt: skip
+        self.relaying = relaying
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.folder = folder
-        self.puller = PolicyPuller(link, folder, self.inbox, routed, read)
+        self.puller = PolicyPuller(link, folder, self.inbox, routed, read, relaying)
 
     def next(self) -> Any:
         return self.inbox.get(timeout=PATIENCE_S)

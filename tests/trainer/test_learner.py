@@ -33,7 +33,8 @@ from async_rl.wire.messages import (
     SamplingParams,
     Stop,
 )
-from buffer.store import PolicyFiles, StoreService
+from buffer.policy_files import PolicyFiles
+from buffer.store import StoreService
 from trainer.backend import Sample, StepResult
 from trainer.canary import Canary
 from trainer.checkpoint import find_latest, write_checkpoint

@@ -22,7 +22,8 @@ from async_rl.run.watchdog import Watchdog
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import TrainerReady
-from buffer.store import PolicyFiles, StoreService
+from buffer.policy_files import PolicyFiles
+from buffer.store import StoreService
 from trainer.backend import Sample
 from trainer.publish import Publisher
 from trainer.releases import Releases
