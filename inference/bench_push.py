@@ -6,7 +6,8 @@ the last one has matched them with the modules of its model, loaded them into th
 (bfloat16, unmerged, as the torch engine holds them), and its next forward would compute with them. The receivers do
 nothing else meanwhile, while a node samples.
 
-The store's way is compared, in the same round, with raw TCP and with a copy through shared memory. These show what the
+The store's way, and the same where every receiver relays (docs/relay.md), are compared, in the same round, with raw TCP
+and with a copy through shared memory. These show what the
 machine can move, and are no protocols: they make nothing durable, verify nothing and have no slots, so that their
 `flipped` is when the last receiver has the bytes in memory of its own. (TCP sends while it is received, the copy in
 and the copies out follow one another: to a single receiver TCP may be the faster.) See bench_push_arms.py for the
@@ -29,13 +30,14 @@ from inference.bench_push_arms import PushHouse
 from inference.bench_push_receiver import PushError, Way
 
 BASELINE: Way = "raw TCP"
-WAYS: tuple[Way, ...] = ("store", BASELINE, "shared memory")
+WAYS: tuple[Way, ...] = ("store", "relay", BASELINE, "shared memory")
 METRICS = (
     Metric("flipped_ms", "ms to flipped", "lower"),
     Metric("verified_ms", "ms to verified", "lower"),
     Metric("stored_ms", "ms to stored", "lower"),
     Metric("gb_per_s", "GB/s to flipped", "higher"),
     Metric("cpu_ms", "CPU ms", "lower"),
+    Metric("node_cpu_ms", "CPU ms a receiver", "lower"),
 )
 MEGABYTE = 1_000_000
 SIZES, RECEIVERS, PUSHES = (1, 160), (1, 4, 16), 3
@@ -52,8 +54,9 @@ def measure(house: PushHouse, way: Way, size: int, count: int, pushes: int) -> M
         "flipped_ms": push.flipped_ms,
         "gb_per_s": house.adapter_bytes(size) * count / push.flipped_ms / 1e6,
         "cpu_ms": push.cpu_ms,
+        "node_cpu_ms": push.node_cpu_ms,
     }
-    if way == "store":
+    if way in ("store", "relay"):
         measures |= {"verified_ms": push.verified_ms, "fetched_ms": push.fetched_ms, "stored_ms": push.stored_ms}
     return measures
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -91,17 +91,28 @@ class Receivers:
         self.send(count, order)
         self.answers(count, Ready, f"the answer to {type(order).__name__}")
 
-    def send(self, count: int, order: Order) -> None:
-        for process, pipe in zip(self._processes[:count], self._pipes, strict=False):
-            try:
-                tell(pipe, order)
-            except OSError as error:
-                raise PushError(f"{process.name} is gone (exit code {process.exitcode})") from error
+    def order_each(self, orders: Sequence[Order]) -> None:
+        """As `order`, to the first receivers, each its own."""
+        for index, order in enumerate(orders):
+            self._tell(index, order)
+        self.answers(len(orders), Ready, f"the answer to {type(orders[0]).__name__}")
 
-    def answers(self, count: int, kind: type[A], awaited: str) -> list[A]:
-        """One answer of each of the first `count`. Raises PushError when one fails, dies or does not answer."""
+    def send(self, count: int, order: Order) -> None:
+        for index in range(count):
+            self._tell(index, order)
+
+    def _tell(self, index: int, order: Order) -> None:
+        process = self._processes[index]
+        try:
+            tell(self._pipes[index], order)
+        except OSError as error:
+            raise PushError(f"{process.name} is gone (exit code {process.exitcode})") from error
+
+    def answers(self, count: int, kind: type[A], awaited: str, without: Collection[int] = ()) -> list[A]:
+        """One answer of each of the first `count`, but for those `without`. Raises PushError when one fails, dies or
+        does not answer."""
         deadline = time.monotonic() + PATIENCE_S
-        return [self._answer(index, kind, deadline, awaited) for index in range(count)]
+        return [self._answer(index, kind, deadline, awaited) for index in range(count) if index not in without]
 
     def _answer(self, index: int, kind: type[A], deadline: float, awaited: str) -> A:
         process, pipe = self._processes[index], self._pipes[index]
@@ -121,11 +132,10 @@ class Receivers:
         return answer
 
 
-def store_config() -> Config:
+def store_config(**buffer: Any) -> Config:
     """As of a run on one machine; only what the store reads matters. The bound is 0 so that few old versions stay."""
-    return config_from_table(
-        {"model": {"path": "none"}, "task": {"kind": "digit_sort"}, "buffer": {"max_staleness": 0}}, "bench push"
-    )
+    table = {"model": {"path": "none"}, "task": {"kind": "digit_sort"}, "buffer": {"max_staleness": 0} | buffer}
+    return config_from_table(table, "bench push")
 
 
 def start_store(run: RunDirectory) -> subprocess.Popen[bytes]:

@@ -28,9 +28,12 @@ from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import TENSOR_PREFIX, read_adapter
 from async_rl.run.process import die_with_parent
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client
+from async_rl.wire.link import Client, Server
+from async_rl.wire.messages import Source
 from inference.adapter_match import A_SUFFIX, B_SUFFIX, match_adapter
 from inference.policies import PolicyFetched, PolicyPuller
+from inference.pulls import Relaying, place
+from inference.relay import Relay
 from inference.resident import ResidentPolicies
 from inference.slot_linear import ActiveSlot, wrap_linears
 
@@ -42,7 +45,7 @@ ATTENTION = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (KV, HIDDEN), "v_proj": (KV, 
 MLP = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
 BYTES_PER_RANK = 2 * LAYERS * sum(sum(shape) for shape in (*ATTENTION.values(), *MLP.values()))
 
-Way = Literal["store", "shared memory", "raw TCP"]
+Way = Literal["store", "relay", "shared memory", "raw TCP"]
 
 
 class PushError(AsyncRLError):
@@ -57,12 +60,16 @@ class Order(msgspec.Struct, array_like=True, tag=True):
 
 
 class Join(Order, array_like=True, tag=True):
-    """Dial where pushes will come from: the policy store, or (`port` is not 0) the sender's own socket."""
+    """Dial where pushes will come from: the policy store, or (`port` is not 0) the sender's own socket. With
+    `relay_endpoint` volunteer as a relay that listens there, and that others dial at `relay_address` (empty: there)."""
 
     endpoint: str = ""
     run: str = ""
     token: str = ""
     port: int = 0
+    relay_endpoint: str = ""
+    relay_address: str = ""
+    relay_timeout_s: float = 3.0
 
 
 class Leave(Order, array_like=True, tag=True):
@@ -237,10 +244,22 @@ class Receiver:
         self._joined.callback(link.close)
         link.connect(PATIENCE_S)
         self._inbox = queue.SimpleQueue()
-        self._joined.callback(PolicyPuller(link, self._folder, self._inbox).close)
+        relaying = self._relaying(join) if join.relay_endpoint else None
+        self._joined.callback(PolicyPuller(link, self._folder, self._inbox, relaying=relaying).close)
+
+    def _relaying(self, join: Join) -> Relaying:
+        server = Server(join.relay_endpoint, run=join.run, token=join.token, name=self._name)
+        relay = Relay(server, join.relay_address or server.endpoint, join.relay_timeout_s)
+        self._joined.callback(relay.close)
+
+        def dial(source: Source) -> Client:
+            peer = f"relay {source.relay}"
+            return Client(source.endpoint, run=join.run, token=join.token, role="node", name=self._name, peer=peer)
+
+        return Relaying(dial, join.relay_timeout_s, place(), relay)
 
     def _take(self, take: Take) -> Taken:
-        if take.way == "store":
+        if take.way in ("store", "relay"):
             return self._from_store(take.version)
         if take.way == "raw TCP":
             self._from_socket(self._own[: take.nbytes])

@@ -25,7 +25,7 @@ from async_rl.wire.messages import RELAY_KEEPS, Chunk, Message, NotYet, Pull
 log = logging.getLogger("relay")
 
 IDLE_S = 0.1
-PENDING_S = 0.005  # between looks at what has come meanwhile, while somebody waits for it
+PENDING_S = 0.02  # between looks at what has come meanwhile, while somebody waits for it
 MAX_UNANSWERED = 64  # a puller asks for a few chunks at a time
 END_S = 2.0
 

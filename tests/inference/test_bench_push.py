@@ -189,7 +189,7 @@ def test_a_quick_run_writes_every_measurement_and_leaves_nothing(place: Path, tm
     cells = json.loads(written.read_text())["cells"]
     assert [cell["cell"] for cell in cells] == ["1 MB to 1 receiver", "1 MB to 2 receivers"]
     for cell in cells:
-        assert list(cell["arms"]) == ["store", "raw TCP", "shared memory"]
+        assert list(cell["arms"]) == ["store", "relay", "raw TCP", "shared memory"]
         assert all(len(values) == 2 for arm in cell["arms"].values() for values in arm.values())
         assert all(value > 0 for arm in cell["arms"].values() for values in arm.values() for value in values)
         store = cell["arms"]["store"]

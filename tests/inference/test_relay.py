@@ -18,8 +18,14 @@ from inference.relay import MAX_UNANSWERED, Relay, SharedFile
 SIZE = 6 * CHUNK_BYTES + 12345
 
 
+SLACK_S = 15.0  # what a busy machine may add; no fault here costs as much
+LONG_S = 2 * SLACK_S  # a time-out that is not waited for
+
+
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    """Where nobody is taken over for being slow, as on a busy machine anybody may be."""
+    monkeypatch.setattr(relays, "SLOW_FACTOR", 1e9)
     made = House(tmp_path)
     yield made
     made.close()
@@ -33,9 +39,9 @@ def status(house: House) -> StoreStatus:
     return answer
 
 
-def volunteers(house: House, *names: str) -> list[Node]:
+def volunteers(house: House, *names: str, timeout_s: float = RELAY_TIMEOUT_S) -> list[Node]:
     """Nodes that the store knows as relays by now."""
-    nodes = [house.relaying_node(name) for name in names]
+    nodes = [house.relaying_node(name, timeout_s=timeout_s) for name in names]
     wait_for(lambda: set(names) <= set(house.relays.volunteers), "the volunteers to be known")
     return nodes
 
@@ -126,10 +132,10 @@ def pushed_past(house: House, broken: Node, child: Node) -> tuple[bytes, float]:
 
 
 def test_a_relay_that_alters_a_chunk_is_left_at_once_and_nothing_of_it_is_used(house: House) -> None:
-    broken, child = volunteers(house, "broken", "child")
+    broken, child = volunteers(house, "broken", "child", timeout_s=LONG_S)
     break_relay(broken, lambda file, offset, count: b"x" * min(count, file.size - offset))
     _, seconds = pushed_past(house, broken, child)
-    assert seconds < RELAY_TIMEOUT_S
+    assert seconds < SLACK_S
     assert status(house).bypasses == {"damaged": 1}
     after = [pull.offset for pull in house.store.pulls].count(0)
     assert after == 1, "the child went on where it stopped"
@@ -140,34 +146,34 @@ def test_a_relay_that_falls_silent_costs_one_time_out_and_the_pull_goes_on_where
     broken.relaying.relay._word_s = 1e9  # not a word
     break_relay(broken, lambda file, offset, count: None)
     _, seconds = pushed_past(house, broken, child)
-    assert RELAY_TIMEOUT_S <= seconds < 2 * RELAY_TIMEOUT_S
+    assert RELAY_TIMEOUT_S <= seconds < RELAY_TIMEOUT_S + SLACK_S
     assert status(house).bypasses == {"silent": 1}
     assert [pull.offset for pull in house.store.pulls].count(0) == 1
 
 
-def test_a_relay_that_plays_for_time_is_passed_by_when_others_are_done(house: House) -> None:
-    """Every time-out is kept: it says that it waits itself."""
+def test_a_relay_that_plays_for_time_is_passed_by_when_others_are_done(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every time-out is kept: a chunk comes in each."""
+    monkeypatch.setattr(relays, "SLOW_FACTOR", 2.0)
     broken, child = volunteers(house, "broken", "child")
     began = time.monotonic()
 
     def slowly(file: SharedFile, offset: int, count: int) -> bytes | None:
-        due = began + offset / CHUNK_BYTES * RELAY_TIMEOUT_S
+        due = began + 1.2 * (offset / CHUNK_BYTES - 1) * RELAY_TIMEOUT_S
         return SharedFile.read(file, offset, count) if time.monotonic() > due else None
 
     break_relay(broken, slowly)
     _, seconds = pushed_past(house, broken, child)
-    assert 2 * RELAY_TIMEOUT_S <= seconds < 3.5 * RELAY_TIMEOUT_S
+    assert 2 * RELAY_TIMEOUT_S <= seconds < 2 * RELAY_TIMEOUT_S + SLACK_S
     assert status(house).bypasses == {"slow": 1}
 
 
-def test_a_relay_that_only_says_that_it_waits_is_believed_for_two_time_outs(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relays, "SLOW_FACTOR", 1e9)
+def test_a_relay_that_only_says_that_it_waits_is_believed_for_two_time_outs(house: House) -> None:
     broken, child = volunteers(house, "broken", "child")
     break_relay(broken, lambda file, offset, count: None)
     _, seconds = pushed_past(house, broken, child)
-    assert 2 * RELAY_TIMEOUT_S <= seconds < 3.5 * RELAY_TIMEOUT_S
+    assert 2 * RELAY_TIMEOUT_S <= seconds < 2 * RELAY_TIMEOUT_S + SLACK_S
     assert status(house).bypasses == {"silent": 1}
 
 
@@ -181,7 +187,7 @@ def test_below_a_relay_whose_own_source_dies_nobody_else_moves(house: House) -> 
     data = house.upload(1, data_of(1, SIZE))
     b.expect(1, data)
     c.expect(1, data)
-    assert time.monotonic() - started < 2 * RELAY_TIMEOUT_S
+    assert time.monotonic() - started < RELAY_TIMEOUT_S + SLACK_S
     assert status(house).bypasses == {"silent": 1}
     assert house.relays.source("c", policy(1)) == "b"
 
@@ -190,15 +196,15 @@ def test_a_relay_that_nobody_can_reach_is_passed_by(house: House) -> None:
     broken, child = volunteers(house, "broken", "child")
     broken.relaying.relay.close()
     _, seconds = pushed_past(house, broken, child)
-    assert RELAY_TIMEOUT_S <= seconds < 2.5 * RELAY_TIMEOUT_S
+    assert RELAY_TIMEOUT_S <= seconds < RELAY_TIMEOUT_S + SLACK_S
     assert status(house).bypasses == {"unreachable": 1}
 
 
 def test_a_relay_without_the_file_says_so_and_costs_no_time_out(house: House) -> None:
-    broken, child = volunteers(house, "broken", "child")
+    broken, child = volunteers(house, "broken", "child", timeout_s=LONG_S)
     broken.relaying.relay.pulls = lambda policy: SharedFile()
     _, seconds = pushed_past(house, broken, child)
-    assert seconds < RELAY_TIMEOUT_S
+    assert seconds < SLACK_S
     assert status(house).bypasses == {"gone": 1}
 
 

@@ -118,7 +118,7 @@ class House:
         return client
 
     def relaying_node(
-        self, name: str, volunteers: bool = True, timeout_s: float = RELAY_TIMEOUT_S, routed: bool = False
+        self, name: str, volunteers: bool = True, routed: bool = False, timeout_s: float = RELAY_TIMEOUT_S
     ) -> Node:
         """A node that pulls from relays where the store says so, and perhaps is one itself."""
         relay = None
