@@ -112,6 +112,12 @@ class Config(Section, frozen=True, kw_only=True):
     launch: LaunchConfig = LaunchConfig()
 
 
+def spread_ranks(config: Config) -> int:
+    """How many processes of the launcher's the trainer is: its ranks, where each is placed by itself; else one."""
+    ray = config.launch.ray
+    return config.trainer.parallel.ranks if ray is not None and ray.spread_ranks else 1
+
+
 def keys_folder(config: Config) -> Path | None:
     """Where the CURVE keys lie, None without."""
     return Path(config.buffer.keys).expanduser().resolve() if config.buffer.keys else None
@@ -139,7 +145,7 @@ def check_config(config: Config) -> None:
             f"groups_per_step = {buffer.groups_per_step}"
         )
     check_inference(inference, deterministic=config.run.deterministic)
-    check_launch(config.launch, inference)
+    check_launch(config.launch, inference, ranks=config.trainer.parallel.ranks)
     for group in node_groups(inference):
         try:
             _check_nodes(msgspec.structs.replace(config, inference=group.inference))

@@ -52,6 +52,9 @@ class RayConfig(Section, frozen=True, kw_only=True):
     """Of the cluster that is started here; 0: this machine's cores, or what the run asks for if that is more."""
     placement_timeout: PositiveFloat = 600.0
     """Seconds in which a process must have been placed and its environment made, or it counts as failed."""
+    spread_ranks: bool = False
+    """Each rank of [trainer.parallel] is placed by itself and asks for what `trainer` says; else rank 0's machine has
+    them all."""
     services: RayPlace = RayPlace(num_cpus=0.5)
     """Buffer and policy store, each."""
     trainer: RayPlace = RayPlace()
@@ -92,12 +95,14 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     autoscale: AutoscaleConfig | None = None
 
 
-def check_launch(launch: LaunchConfig, inference: InferenceConfig) -> None:
-    """Raises ConfigError."""
+def check_launch(launch: LaunchConfig, inference: InferenceConfig, *, ranks: int) -> None:
+    """With the trainer's number of ranks. Raises ConfigError."""
     if launch.ray is not None:
         if launch.kind != "ray":
             raise ConfigError(f'[launch.ray] has no meaning with kind = "{launch.kind}": set "ray", or remove it')
         _check_ray(launch.ray, inference)
+        if launch.ray.spread_ranks and ranks == 1:
+            raise ConfigError("[launch.ray] spread_ranks = true has no meaning with one rank: see [trainer.parallel]")
     if launch.kind == "ray" and launch.pin:
         raise ConfigError('[launch] pin = true has no meaning with kind = "ray", which places by resources: remove it')
     if launch.autoscale is not None:

@@ -113,7 +113,12 @@ class RunDirectory:
         return self.config_path
 
     def write_pool_config(self, name: str, config: Config) -> Path:
-        """The config that one hand-started pool runs with (paths may differ between machines)."""
+        """The config that one hand-started pool runs with (paths may differ between machines, and on another than the
+        buffer's the directory may hold no more than run.json and token). Raises RunDirectoryError."""
+        try:
+            self.logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"{self.logs} cannot be made: {error.strerror}") from error
         path = self.logs / f"{name}.toml"
         _write(path, tomli_w.dumps(config_table(config)))
         return path

@@ -90,6 +90,12 @@ class Host:
             return self._cannot(f"it does not start within {START_S:g} s")
         return self._cannot(self._trouble) if self._trouble else Started("", socket.gethostname(), self._pid)
 
+    def free_port(self) -> int:
+        """One that was free a moment ago, for ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
     def look(self, offset: int, patience: float) -> Look:
         """The log from `offset` on; returns as soon as there is something, after `patience` seconds at the latest."""
         deadline = time.monotonic() + patience

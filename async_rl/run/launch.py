@@ -34,7 +34,8 @@ class ProcessSpec:
     interpreter (default: this one). When all those that `ends_run` (the first to exit, where none does) have exited
     with 0, the others have the grace to do the same. One that is `expendable` may fail while there are others like it.
     One that a signal killed, or that exits with EXIT_AGAIN, is started again, with `again` added to its arguments;
-    None: never."""
+    None: never. `rank` of `world` processes that live and die together: rank 0 and the others find each other by the
+    variables that torchrun sets."""
 
     name: str
     module: str
@@ -44,6 +45,8 @@ class ProcessSpec:
     expendable: bool = False
     again: tuple[str, ...] | None = None
     python: str = ""
+    rank: int = 0
+    world: int = 1
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from async_rl.config import Config, with_group
+from async_rl.config import Config, spread_ranks, with_group
 from async_rl.errors import AsyncRLError
 from async_rl.inference_config import NodeGroup, node_groups
 from async_rl.run.autoscale import Autoscale
@@ -86,7 +86,7 @@ def _run_on(
             all_flags = [*flags, "--resume"] if resume else list(flags)
             console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
             note(directory.logs, "started")
-            specs = plan_run(groups, path, directory, *all_flags)
+            specs = plan_run(groups, path, directory, *all_flags, ranks=spread_ranks(config))
 
             def plan(name: str, group: NodeGroup) -> ProcessSpec:
                 spec = plan_node(name, path, directory, *all_flags, group=group)

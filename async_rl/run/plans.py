@@ -12,11 +12,14 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import LaunchError, ProcessSpec
 
 
-def plan_run(groups: Sequence[NodeGroup], config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
-    """The processes of a whole run on this machine, services first; `flags` (--debug, --resume) go to all."""
+def plan_run(
+    groups: Sequence[NodeGroup], config_path: Path, directory: RunDirectory, *flags: str, ranks: int = 1
+) -> list[ProcessSpec]:
+    """The processes of a whole run, services first; `flags` (--debug, --resume) go to all. With `ranks` each of the
+    trainer's is one; else the trainer starts its ranks itself, where it is."""
     return [
         *plan_services(config_path, directory, *flags, "--together"),
-        plan_trainer("trainer", config_path, directory, *flags),
+        *plan_ranks(config_path, directory, *flags, ranks=ranks),
         *(
             plan_node(name, config_path, directory, *flags, group=group)
             for group in groups
@@ -47,6 +50,13 @@ def plan_trainer(name: str, config_path: Path, directory: RunDirectory, *flags: 
     """Started again it goes on from its newest checkpoint."""
     again = () if "--resume" in flags else ("--resume",)
     return replace(plan_pool(name, "trainer.learner", config_path, directory, *flags, ends_run=True), again=again)
+
+
+def plan_ranks(config_path: Path, directory: RunDirectory, *flags: str, ranks: int) -> list[ProcessSpec]:
+    """Rank 0 is the trainer that buffer and store know, and the one whose end is the run's."""
+    names = ["trainer", *(f"trainer-rank{rank}" for rank in range(1, ranks))]
+    plans = [plan_trainer(name, config_path, directory, *flags) for name in names]
+    return [replace(plan, rank=rank, world=ranks, ends_run=rank == 0) for rank, plan in enumerate(plans)]
 
 
 def plan_node(name: str, config_path: Path, directory: RunDirectory, *flags: str, group: NodeGroup) -> ProcessSpec:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from async_rl.run.gang import Gang
 from async_rl.run.launch import Exit, Handle, LocalStarter, Outcome, ProcessSpec, Starter, last_line, note
 from async_rl.run.process import TERMINATED_EXIT
 
@@ -54,6 +55,7 @@ class Pools:
         self._processes: dict[str, Handle] = {}
         self._exits: dict[str, Exit] = {}
         self._handlers: dict[int, Any] = {}
+        self._gang = Gang([spec.name for spec in self.specs if spec.world > 1])
 
     def __enter__(self) -> Pools:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -99,7 +101,7 @@ class Pools:
     @property
     def goes_on(self) -> bool:
         """Whether processes may still be added and dismissed: nobody has ended the run."""
-        return not (self._ending or self.signals or self._is_over())
+        return self._goes_on and not self._is_over()
 
     def present(self) -> list[str]:
         """The expendable processes that live and were not dismissed, in the order in which they were added."""
@@ -131,6 +133,10 @@ class Pools:
                 self._say(f"{ended} (it was dismissed)")
             del self._leaving[name], self._exits[name], self._processes[name]
             self.specs = [spec for spec in self.specs if spec.name != name]
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self._ending and not self.signals
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
@@ -177,29 +183,59 @@ class Pools:
     def _look(self) -> None:
         """Note who has exited."""
         for name, process in self._processes.items():
-            if name in self._exits:
+            if name in self._exits or name in self._gang.fallen:
                 continue
             code = process.poll()
             if code is not None:
                 log = self._log(name)
                 if name in self._told and code in (TERMINATED_EXIT, -signal.SIGTERM):
                     code = 0
-                self._exits[name] = Exit(name, code, last_line(log) if log else "", log, process.lost)
-        if not self._ending and not self.signals:
+                ended = Exit(name, code, last_line(log) if log else "", log, process.lost)
+                if name in self._gang.names and code != 0 and self._goes_on:
+                    self._gang.fell(ended, time.monotonic())
+                else:
+                    self._exits[name] = ended
+        if self._goes_on:
             self._forget_dismissed()
             self._start_again()
+            self._judge_gang()
+        else:
+            self._exits |= self._gang.fallen
+            self._gang.fallen.clear()
 
     def _start_again(self) -> None:
         """Those that call for it, while the run goes on."""
         for spec in self.specs:
             ended = self._exits.get(spec.name)
-            if ended is None or not ended.calls_for_another or spec.again is None or self._is_over():
+            if ended is None or spec.name in self._gang.names:
+                continue
+            if not ended.calls_for_another or spec.again is None or self._is_over():
                 continue
             if ended.lost or self._times_restarted(spec.name) < self.restarts:
                 self._restarted.append(ended)
                 self._say(f"{spec.name} {ended.cause} and is started again")
                 del self._exits[spec.name]
                 self._processes[spec.name] = self._start(spec, again=True)
+
+    def _judge_gang(self) -> None:
+        """Once a rank has ended that should not have: the end of all of them, and another start if that may help."""
+        gang = self._gang
+        left = [name for name in gang.names if self._lives(name) and name not in gang.fallen]
+        if not gang.is_settled(time.monotonic(), left):
+            return
+        for name in left:
+            self._processes[name].kill(LEAVING)
+        cause, specs = gang.cause(), [spec for spec in self.specs if spec.name in gang.names]
+        may = cause is not None and (cause.lost or sum(map(self._times_restarted, gang.names)) < self.restarts)
+        if cause is not None and may and not self._is_over() and all(spec.again is not None for spec in specs):
+            self._restarted.append(cause)
+            self._say(f"{cause.name} {cause.cause}: all {len(specs)} ranks are started again")
+            for spec in specs:
+                self._exits.pop(spec.name, None)
+                self._processes[spec.name] = self._start(spec, again=True)
+        else:
+            self._exits |= gang.fallen | {name: Exit(name, 0, "", None) for name in left}  # these did nothing wrong
+        gang.fallen.clear()
 
     def _times_restarted(self, name: str) -> int:
         return sum(each.name == name and not each.lost for each in self._restarted)

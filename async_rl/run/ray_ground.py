@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
@@ -47,8 +48,18 @@ NODE_KEYS = ("node.secret", f"{SERVICE}.public")
 THREADS = 8  # of an actor: a look waits in one, and signals must not wait behind it
 
 
+class Meeting(NamedTuple):
+    """Where ranks find each other: at rank 0."""
+
+    address: str
+    port: int
+
+
 class RayHost(Host):
     """The actor."""
+
+    def meeting(self) -> Meeting:
+        return Meeting(ray.util.get_node_ip_address(), self.free_port())
 
     def start(self, order: Order) -> Started:
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
@@ -176,6 +187,8 @@ class RayStarter:
         }
         _tell_into(directory.logs / "ray.log")
         self._keys = Path(config.buffer.keys) if config.buffer.keys else None
+        self.meeting: Meeting | None = None  # of the trainer's ranks, once rank 0 has a place
+        self._ranks: Any = None  # their placement group
         self._places: dict[str, RayPlace] = {}  # of those that are there, or are to be
         self._actor = ray.remote(max_concurrency=THREADS, max_restarts=0)(RayHost)
 
@@ -183,15 +196,25 @@ class RayStarter:
         place = self._places[spec.name] = _place(self.settings, spec)
         self.ground.ask_for(list(self._places.values()))
         home = not spec.expendable
+        if spec.world > 1 and spec.rank == 0:
+            self.meeting = None  # of those before
         actor = self._actor.options(
             num_cpus=place.num_cpus,
             num_gpus=place.num_gpus,
             resources=place.resources or None,
             runtime_env=place.runtime_env or None,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(self.ground.node, soft=True) if home else "SPREAD",
+            scheduling_strategy=self._where(spec, place),
         ).remote()
         order = Order(spec, again, self.directory.run_id, str(self.directory.path), {} if home else self._files())
         return RayHandle(self, spec.name, actor, order, place, log)
+
+    def _where(self, spec: ProcessSpec, place: RayPlace) -> Any:
+        """Ranks are placed all or none, on as few machines as hold them."""
+        if spec.world > 1:
+            if self._ranks is None:
+                self._ranks = placement_group([bundle(place)] * spec.world, strategy="PACK")
+            return PlacementGroupSchedulingStrategy(self._ranks, spec.rank)
+        return "SPREAD" if spec.expendable else NodeAffinitySchedulingStrategy(self.ground.node, soft=True)
 
     def gone(self, name: str) -> None:
         self._places.pop(name, None)
@@ -228,7 +251,10 @@ class RayHandle:
         self._place = place
         self._log = log
         self._asked = time.monotonic()
-        self._starting: Any = actor.start.remote(order)
+        self._order = order
+        alone = order.spec.world == 1
+        self._meeting: Any = None if alone or order.spec.rank else actor.meeting.remote()
+        self._starting: Any = actor.start.remote(order) if alone else None
         self._started: Started | None = None
         self._looking: Any = None
         self._look_at = 0.0
@@ -283,7 +309,9 @@ class RayHandle:
 
     def _await_start(self) -> None:
         limit = self._starter.settings.placement_timeout
-        if not _is_there(self._starting):
+        if self._starting is None:
+            self._await_meeting()
+        if self._starting is None or not _is_there(self._starting):
             if time.monotonic() - self._asked > limit:
                 wanted = ", ".join(f"{size:g} {name}" for name, size in bundle(self._place).items()) or "nothing"
                 self._fail(
@@ -303,14 +331,26 @@ class RayHandle:
         self._started = started
         self._tell(f"{self._name} runs on {started.hostname} ({started.address}, Ray node {started.node[:8]})")
 
+    def _await_meeting(self) -> None:
+        """Of a rank: it starts when it is known where rank 0 is."""
+        if self._meeting is not None and _is_there(self._meeting):
+            self._starter.meeting = ray.get(self._meeting)
+        if (meeting := self._starter.meeting) is not None:
+            spec = self._order.spec
+            torchrun = {
+                "RANK": str(spec.rank), "WORLD_SIZE": str(spec.world), "LOCAL_RANK": "0",
+                "MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port),
+            }  # fmt: skip
+            self._starting = self._actor.start.remote(self._order._replace(environment=torchrun))
+
     def _died(self, error: ActorDiedError) -> None:
         """Its machine is gone, or Ray ended the actor there (for want of memory, perhaps), and its child with it."""
         words = " ".join(str(error).split())
         if self._started is None:
             if "creation task" in words or "ModuleNotFoundError" in words:
                 self._fail(f"Ray cannot run async-rl there: is it installed in the pool's environment? {words[-400:]}")
-            else:
-                self.lost = "it was being started there"
+                return
+            add_line(self._log, f"Ray ended the actor before it had started anything: {words[:400]}")
         elif self._started.node not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             self.lost = f"{self._started.hostname}, {self._started.address}, Ray node {self._started.node[:8]}"
         else:

@@ -49,7 +49,10 @@ def file(tmp_path: Path) -> Path:
         ({"tranier": {}}, "unknown key `tranier` in the top level: did you mean `trainer`?"),
         ({"trainer": {"learing_rate": 1}}, "unknown key `learing_rate` in [trainer]: did you mean `learning_rate`?"),
         ({"model": {"tiny": {"layer": 2}}}, "unknown key `layer` in [model.tiny]: did you mean `layers`?"),
-        ({"launch": {"zzz": 1}}, "unknown key `zzz` in [launch]: known keys: kind, grace, restarts, pin, ray, autoscale"),
+        (
+            {"launch": {"zzz": 1}},
+            "unknown key `zzz` in [launch]: known keys: kind, grace, restarts, pin, ray, autoscale",
+        ),
     ],
 )
 def test_an_unknown_key_names_its_place_and_the_nearest_known_one(sections: dict[str, Any], says: str) -> None:

@@ -66,6 +66,7 @@ def test_what_it_means_is_told_in_a_line() -> None:
         ({"kind": "ray", "ray": {"group": [{"name": "small"}] * 2}}, {"group": GROUPS}, "is there 2 times"),
         ({"kind": "ray", "ray": {"inference": {"resources": {"a": 0}}}}, {}, "resources"),
         ({"kind": "ray", "ray": {"infrence": {}}}, {}, "did you mean `inference`"),
+        ({"kind": "ray", "ray": {"spread_ranks": True}}, {}, "spread_ranks = true has no meaning with one rank"),
         ({"autoscale": {"max_nodes": 2, "min_nodes": 3}}, {}, "min_nodes = 3 is above max_nodes = 2"),
         ({"autoscale": {"max_nodes": 2}}, {"nodes": 3}, "begins with 3"),
         ({"autoscale": {"max_nodes": 2}}, {"group": GROUPS}, "choose one of small, large"),

@@ -14,12 +14,25 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from async_rl.run.gang import Gang
 from async_rl.run.launch import Exit, Outcome, ProcessSpec, child_environment, last_line
 from async_rl.run.pools import Pools
 from async_rl.run.process import EXIT_AGAIN
 
 FAKES = {
+    "ranks": """
+        import os, pathlib, sys, time
+        number, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+        if "--again" in sys.argv:
+            print("--again")
+            sys.exit(0)
+        (folder / f"part-{number}").write_text(str(os.getpid()))
+        (folder / f"part-{number}").rename(folder / f"begun-{number}")
+        time.sleep(60)
+    """,
     "well": "import time; time.sleep(0.2)",
     "fails": "import sys, time; time.sleep(0.3); print('a line'); sys.exit('error: no such model /nowhere')",
     "drains": "import time; time.sleep(1.0)",
@@ -253,6 +266,61 @@ def test_no_process_outlives_a_launcher_that_is_killed(fakes: Path, tmp_path: Pa
     gone, alive = psutil.wait_procs(orphans, timeout=5)
     assert (len(gone), alive) == (2, [])
     assert (tmp_path / "s").read_text() == "checkpointed"
+
+
+def rank(number: int, saved: Path, module: str = "ranks") -> ProcessSpec:
+    return ProcessSpec(
+        f"rank{number}", f"fakepools.{module}", (str(number), str(saved)), ends_run=number == 0, again=("--again",),
+        rank=number, world=3,
+    )  # fmt: skip
+
+
+def test_a_rank_that_is_killed_takes_the_others_along_and_all_are_started_again(fakes: Path, tmp_path: Path) -> None:
+    with Pools([rank(number, tmp_path) for number in range(3)], fakes, grace=5, restarts=1) as pools:
+        wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 3)
+        os.kill(int((tmp_path / "begun-1").read_text()), signal.SIGKILL)
+        outcome = pools.supervise()
+    assert (outcome.code, [ended.name for ended in outcome.restarted]) == (0, ["rank1"]), outcome
+    assert "rank1 was killed by SIGKILL: all 3 ranks are started again" in (fakes / "launcher.log").read_text()
+    assert all((fakes / f"rank{number}.log").read_text().split() == ["--again"] for number in range(3))
+    assert children() == []
+
+
+def test_ranks_that_are_killed_too_often_have_failed_and_the_one_that_was_killed_is_named(
+    fakes: Path, tmp_path: Path
+) -> None:
+    with Pools([rank(number, tmp_path) for number in range(3)], fakes, grace=5) as pools:
+        wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 3)
+        os.kill(int((tmp_path / "begun-2").read_text()), signal.SIGKILL)
+        outcome = pools.supervise()
+    assert [failure.name for failure in outcome.failures] == ["rank2"]
+    assert children() == []
+
+
+def test_a_rank_that_fails_with_a_reason_ends_the_run_and_starts_nothing_again(fakes: Path, tmp_path: Path) -> None:
+    specs = [rank(0, tmp_path), rank(1, tmp_path), rank(2, tmp_path, "fails")]
+    with Pools(specs, fakes, grace=5, restarts=3) as pools:
+        outcome = pools.supervise()
+    assert [str(failure).partition(";")[0] for failure in outcome.failures] == [
+        "rank2 failed (exit 1): no such model /nowhere"
+    ]
+    assert outcome.restarted == ()
+
+
+@given(st.lists(st.sampled_from([1, EXIT_AGAIN, -9, -15]), min_size=1, max_size=6), st.integers(0, 6))
+def test_of_ranks_that_ended_together_the_one_that_was_lost_or_killed_is_the_cause(codes: list[int], lost: int) -> None:
+    gang = Gang([f"r{index}" for index in range(len(codes))])
+    for index, code in enumerate(codes):
+        gang.fell(Exit(f"r{index}", code, "", None, "gone" if index == lost else ""), float(index))
+    cause = gang.cause()
+    if cause is None:
+        assert set(codes) == {1}
+    else:
+        assert cause.calls_for_another
+        if lost < len(codes) and codes[lost] != 1:
+            assert cause.lost
+        elif min(codes) < 0:
+            assert cause.code < 0
 
 
 def test_the_last_line_is_the_last_that_says_anything(tmp_path: Path) -> None:
