@@ -141,6 +141,47 @@ def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(cluster, sh
     wait_for(lambda: not left_behind(run, folders), 15, lambda: f"nothing to be left: {left_behind(run, folders)}")
 
 
+def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(shell):
+    """And with keys the nodes, which get theirs from the launcher, reach the buffer at this machine's address."""
+    run, keys = shell.folder / "killed", shell.folder / "keys"
+    folders = {str(path) for path in Path("/tmp").glob(f"{PREFIX}*")}
+    code, output = shell.run("keys", str(keys))
+    assert code == 0, output
+    launcher = shell.start(
+        "run", str(shell.config), "--out", str(run), "--set", "run.steps=100000", "--set", "inference.nodes=1",
+        "--set", "launch.kind=ray", "--set", f"buffer.keys={keys}",
+        "--set", "buffer.endpoint=tcp://*:*", "--set", "buffer.store_endpoint=tcp://*:*",
+    )  # fmt: skip
+    watched = Watched(run)
+    watched.await_nodes("node-0")
+    watched.tool.close()
+    assert not watched.directory.endpoint.startswith(("tcp://*", "tcp://127."))
+    ours = psutil.Process(launcher.pid).children(recursive=True)
+    assert any("raylet" in process.name() for process in ours)
+    assert len([process for process in ours if str(run) in process.cmdline()]) >= 3  # store, buffer, trainer
+    agents = [process for process in ours if process.name().endswith("Agent")]  # Ray's own, which ask for its head
+    launcher.kill()
+    killed = time.monotonic()
+    _, alive = psutil.wait_procs([process for process in ours if process not in agents], timeout=60)
+    assert alive == []
+    print(f"all of the run and Ray's head gone after {time.monotonic() - killed:.1f} s")
+    _, alive = psutil.wait_procs(agents, timeout=180)
+    assert alive == []
+    print(f"and its agents after {time.monotonic() - killed:.1f} s")
+    wait_for(lambda: not left_behind(run, folders), 15, lambda: f"nothing to be left: {left_behind(run, folders)}")
+
+
+def test_what_no_machine_has_room_for_is_said_and_ends_the_run(shell):
+    run = shell.folder / "too-large"
+    code, output = shell.run(
+        "run", str(shell.config), "--out", str(run), "--set", "launch.kind=ray",
+        "--set", "launch.ray.trainer.num_gpus=1", "--set", "launch.ray.placement_timeout=5", timeout=200,
+    )  # fmt: skip
+    assert code == 1, output
+    assert "trainer failed (exit 1): no machine of the Ray cluster had room for it (1 CPU, 1 GPU) within 5 s" in output
+    assert real_runs.processes_of(run) == []
+
+
 def check_books(run: Path) -> None:
     """Reward rises, the bound is kept, and every attempt is accounted for."""
     summary = real_runs.summary(run)

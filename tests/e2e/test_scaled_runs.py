@@ -9,7 +9,7 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.summary import ledger_balances, nested_ledger
 from async_rl.run.view import Address, fetch_status
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SETTINGS = [
     "--set", "run.steps=100000", "--set", "run.eval_every=0", "--set", "trainer.checkpoint_every=0",
@@ -18,6 +18,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample
 def test_a_run_is_made_larger_and_smaller_while_it_goes_on_and_its_ledger_balances(shell):
     run = shell.folder / "scaled"
     launcher = shell.start("run", str(shell.config), "--out", str(run), *SETTINGS)
@@ -54,3 +55,25 @@ def test_a_run_is_made_larger_and_smaller_while_it_goes_on_and_its_ledger_balanc
     code, output = shell.run("scale", "inference=2", str(run))
     assert code == 1
     assert "not going on" in output
+
+
+@pytest.mark.scale
+def test_a_trainer_that_waits_for_busy_nodes_gets_more_of_them_by_itself(shell):
+    run = shell.folder / "autoscaled"
+    launcher = shell.start(
+        "run", str(shell.config), "--out", str(run), *SETTINGS, "--set", "inference.max_tokens_per_second=60",
+        "--set", "launch.autoscale.max_nodes=2", "--set", "launch.autoscale.cool_down=10",
+        "--set", "launch.autoscale.every=5",
+    )  # fmt: skip
+    log = run / "logs" / "launcher.log"
+    real_runs.wait_for(lambda: log.exists() and "autoscale:" in log.read_text(), 200, "a second node")
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("autoscale:")]
+    print(line)
+    assert line.startswith("autoscale: 1 → 2 nodes, node-1 started: the trainer waited ")
+    code, output = shell.run("scale", "inference=3", str(run))
+    assert code == 1
+    assert "[launch.autoscale] 1 to 2 nodes" in output
+    real_runs.interrupt(launcher)
+    output, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 130, output
+    assert real_runs.processes_of(run) == []

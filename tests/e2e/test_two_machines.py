@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.scale, pytest.mark.timeout(400)]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "two-machines.md"
 FIRST, SECOND = "10.0.0.1", "10.0.0.2"
-SHORT = ["--set", "run.steps=12", "--set", "run.eval_every=0", "--set", "buffer.groups_per_step=4"]
+SHORT = [  # and slow enough that the node leaves and joins again meanwhile
+    "--set", "run.steps=12", "--set", "run.eval_every=0", "--set", "buffer.groups_per_step=4",
+    "--set", "inference.max_tokens_per_second=100",
+]  # fmt: skip
 
 
 def typed(command: str, free_port: Callable[[], int], ports: dict[str, str]) -> list[str]:
