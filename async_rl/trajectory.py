@@ -153,16 +153,23 @@ class Segment(NamedTuple):
 
 def pack_segments(segments: Sequence[Segment]) -> tuple[tuple[SegmentHeader, ...], memoryview]:
     """Headers and the one binary field of `Trajectory`."""
+    headers, parts = lay_out(segments)
+    return headers, memoryview(b"".join(parts))
+
+
+def lay_out(segments: Sequence[Segment]) -> tuple[tuple[SegmentHeader, ...], list[Any]]:
+    """As pack_segments, but the binary field is left in pieces that lie back to back in it (numpy arrays, for the most
+    part those of the segments): for `Packed`, which copies them when they are sent."""
     headers = []
     parts: list[Any] = []  # arrays: mypy does not know that they are buffers
     for segment in segments:
         parts += (_plain(segment.tokens, IDS), _plain(segment.logprobs, LOGPROBS), _plain(segment.mask, MASK))
-        extras = []
+        extras: tuple[Extra, ...] = ()
         for name, array in segment.extras.items():
-            extras.append(Extra(name, array.dtype.str, tuple(array.shape)))
+            extras += (Extra(name, array.dtype.str, tuple(array.shape)),)
             parts.append(np.ascontiguousarray(array))
-        headers.append(SegmentHeader(len(segment.tokens), segment.finish, segment.versions, tuple(extras)))
-    return tuple(headers), memoryview(b"".join(parts))
+        headers.append(SegmentHeader(len(segment.tokens), segment.finish, segment.versions, extras))
+    return tuple(headers), parts
 
 
 def _plain(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -266,6 +273,8 @@ def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None)
             )
 
 
+FIELDS = bytes((0x90 | len(Trajectory.__struct_fields__),))  # how msgpack announces as many
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Trajectory)
 
@@ -273,6 +282,46 @@ _decoder = msgspec.msgpack.Decoder(Trajectory)
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """One msgpack object; the arrays are a single binary field."""
     return _encoder.encode(trajectory)
+
+
+class Packed:
+    """An encoded trajectory in pieces, arrays by reference: joined, they are what `encode_trajectory` makes. A copy of
+    arrays that nobody has touched for a while costs ten times one of what lies in the cache; so they are copied once,
+    into the message, at the moment in which that leaves. Leave them as they are until it is acknowledged."""
+
+    __slots__ = ("nbytes", "parts")
+
+    def __init__(self, parts: tuple[Any, ...], nbytes: int) -> None:
+        self.parts = parts
+        self.nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def joined(self) -> bytes:
+        return b"".join(self.parts)
+
+
+def pack_trajectory(trajectory: Trajectory, pieces: Sequence[Any] = ()) -> Packed:
+    """`pieces` stand for its arrays where these were not joined (see lay_out)."""
+    of = trajectory
+    arrays = pieces or (of.arrays,)
+    nbytes = 0
+    for piece in arrays:
+        nbytes += piece.nbytes
+    head = _encoder.encode((of.lease, of.sample, of.status, of.reward, of.segments))
+    tail = _encoder.encode(
+        (of.components, of.position_rewards, of.node, of.engine, of.timings, of.note, of.policy_name)
+    )[1:]
+    head = b"".join((FIELDS, head[1:], bin_head(nbytes)))
+    return Packed((head, *arrays, tail), len(head) + nbytes + len(tail))
+
+
+def bin_head(nbytes: int) -> bytes:
+    """How msgpack announces binary data."""
+    if nbytes < 1 << 8:
+        return b"\xc4" + nbytes.to_bytes(1, "big")
+    return b"\xc5" + nbytes.to_bytes(2, "big") if nbytes < 1 << 16 else b"\xc6" + nbytes.to_bytes(4, "big")
 
 
 def decode_trajectory(data: bytes | memoryview | msgspec.Raw) -> Trajectory:

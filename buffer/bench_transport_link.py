@@ -43,12 +43,13 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment, last_line
 from async_rl.run.pages import keep_pages
 from async_rl.trajectory import (
+    Packed,
     Segment,
     Trajectory,
     check_header,
     decode_trajectory,
-    encode_trajectory,
-    pack_segments,
+    lay_out,
+    pack_trajectory,
     segment_arrays,
 )
 from async_rl.version import PolicyId, VersionRun
@@ -87,6 +88,7 @@ from buffer.bench_transport_arms import (
     steady,
 )
 
+EMPTY = memoryview(b"")
 FINGERPRINT = {"benchmark": "transport"}
 GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 BATCH = GROUPS_PER_STEP * GROUP_SIZE
@@ -238,20 +240,22 @@ class Node:
 
     def _deliver(self) -> None:
         """One message with the next trajectories that are owed."""
-        results: list[bytes] = []
+        results: list[Packed] = []
         while self._owed and len(results) < self._per_message:
             lease, sample = self._owed.popleft()
-            results.append(encode_trajectory(self._answer(lease, sample, next(self._arrays))))
+            results.append(self._answer(lease, sample, next(self._arrays)))
         inline, blobs = pack_payloads(results)
         self._link.send(Results(inline), blobs)
         self._delivered += len(results)
         self._all_delivered[self._seed] = self._delivered
 
-    def _answer(self, lease: int, sample: int, arrays: Arrays) -> Trajectory:
+    def _answer(self, lease: int, sample: int, arrays: Arrays) -> Packed:
         prompt = max(1, len(arrays.tokens) // 8)
         run = VersionRun(self._version, self._digest, len(arrays.tokens) - prompt)
-        headers, packed = pack_segments([Segment(*arrays, (run,), "stop")])
-        return Trajectory(lease, sample, "ok", self._random.random(), headers, packed, node=self._name, engine="bench")
+        headers, pieces = lay_out([Segment(*arrays, (run,), "stop")])
+        reward = self._random.random()
+        trajectory = Trajectory(lease, sample, "ok", reward, headers, EMPTY, node=self._name, engine="bench")
+        return pack_trajectory(trajectory, pieces)
 
     def _wait(self) -> None:
         """For a lease, or until it is time to look for a new version."""

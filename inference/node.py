@@ -29,7 +29,7 @@ from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.run.scratch import Scratch
 from async_rl.tasks.registry import load_task
-from async_rl.trajectory import Trajectory, decode_trajectory, encode_trajectory
+from async_rl.trajectory import Trajectory, decode_trajectory, pack_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, Received
 from async_rl.wire.messages import (
@@ -336,7 +336,7 @@ class Node:
     # --- what the buffer hears ---------------------------------------------------------------------------------------
 
     def _send_results(self) -> None:
-        encoded = [encode_trajectory(trajectory) for trajectory in self._outbox]
+        encoded = [pack_trajectory(trajectory) for trajectory in self._outbox]
         self._outbox.clear()
         for batch in coalesce(encoded):
             reached("node.before-results")

@@ -4,8 +4,9 @@ Callers send by themselves: handing each message to a thread costs two switches,
 here, the socket included, is touched only under one lock. The thread waits for the socket's file descriptor and for
 the clock: it reads what arrives, says hello, beats, reports, and sends what had to wait for credit or room. libzmq
 raises the descriptor once and takes it down again whenever anybody uses the socket; so who has used it looks whether
-something came meanwhile, or else nobody would. While callers do so again and again, waking the thread for what they
-find as well would only take the interpreter from them: it rests then, and looks at the clock alone, every HOLD_S.
+something came meanwhile, or else nobody would. While callers do so again and again, two threads at work would only take
+the lock and the interpreter from each other, which costs more than sending does: the thread rests then. Every HOLD_S
+it sees whether the callers still look after the socket, and takes over when they do not.
 
     connecting -- Welcome --> connected -- silent, or Unknown --> connecting -- Welcome --> connected ...
         any --> failed: Refused, Bye, silent for lost_after_s; every later call raises that error
@@ -16,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import select
-import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import zmq
 
+from async_rl.wire.dealer import Bell, dealer, watching
 from async_rl.wire.frames import (
     RESEND_HEARTBEATS,
     BadFrame,
@@ -50,7 +50,6 @@ from async_rl.wire.frames import (
     read_messages,
     receive_frames,
     send_frames,
-    set_common_options,
     silence_s,
 )
 from async_rl.wire.keys import DialKeys, hint
@@ -60,9 +59,8 @@ from async_rl.wire.session import Session, Verdict
 
 BURST_MESSAGES = 64  # read before looking at the other direction
 HOLD_S = 0.002  # how long a small message waits for company while others are under way
+LOOK_S = 0.0003  # a caller that sends and sends looks this often for what has come: a look costs a system call
 EVENTS, POLLIN, POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)  # plain: an enum's operators are slow
-RECONNECT_FIRST_MS = 20
-RECONNECT_LAST_MS = 1000
 
 
 class Client:
@@ -120,22 +118,14 @@ class Client:
         self._holding = False  # a message was left to the thread since it last looked
         self._used = False  # a caller has used the socket since the thread last looked
         self._resting = False  # the thread leaves the socket to the callers
+        self._looked = 0.0  # when somebody last saw to what has come
+        self._due = 0.0  # when the thread has something to do whatever the callers do
         self._closing = False
         self._linger_s = 0.0
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        set_common_options(self._socket, endpoint)
-        if keys is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        # Not zmq.IMMEDIATE: with it libzmq drops, together with a closed connection, what arrived on it and was not
-        # read yet, and that may be the server's goodbye (5 of 60 closes).
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_LAST_MS)
-        self._wake_read, self._wake_write = sockets.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._socket = dealer(self._context, endpoint, keys)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name=f"link {name} to {peer}", daemon=True)
 
     # --- what callers do ---------------------------------------------------------------------------------------------
@@ -217,8 +207,7 @@ class Client:
         if not self._thread.is_alive() and not self._context.closed:
             self._socket.close()
             self._context.term()
-            self._wake_read.close()
-            self._wake_write.close()
+            self._bell.close()
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """With the lock held: wait for `condition`; raises the link's failure."""
@@ -231,13 +220,27 @@ class Client:
         return condition()
 
     def _wait_for_room(self, kind: str, timeout_s: float) -> None:
+        """With the lock held, but not while waiting. Who waits for credit looks for it, and sends what it is for: the
+        thread would have to be woken for that, and would then have to wake this one."""
+        deadline = time.monotonic() + timeout_s
+        attending = watching(self._descriptor)
+        while self._failure is None and self._session.unsent_bytes > self._max_unsent_bytes // 2:
+            now = time.monotonic()
+            if now >= deadline:
+                raise LinkTimeout(
+                    f"{self.name} waited {timeout_s:g} s for {self.peer} at {self.endpoint} to take in more: "
+                    f"{self._session.unsent_bytes} bytes are queued before this {kind}"
+                )
+            self._used = True
+            if self._connected and not self._blocked and self._look(now):
+                continue
+            self._lock.release()
+            try:
+                attending.poll(math.ceil(min(HOLD_S, deadline - now) * 1000))
+            finally:
+                self._lock.acquire()
         if self._failure is not None:
             raise self._copy_of_failure()
-        if not self._wait_until(lambda: self._session.unsent_bytes <= self._max_unsent_bytes // 2, timeout_s):
-            raise LinkTimeout(
-                f"{self.name} waited {timeout_s:g} s for {self.peer} at {self.endpoint} to take in more: "
-                f"{self._session.unsent_bytes} bytes are queued before this {kind}"
-            )
 
     def _next_arrived(self, timeout_s: float) -> Received:
         if self._inbox is not None:
@@ -261,8 +264,7 @@ class Client:
 
     def _wake(self) -> None:
         self._wakes_at = 0.0
-        with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody to wake
-            self._wake_write.send(b"\0")
+        self._bell.ring()
 
     def _rely_on_thread(self) -> None:
         """With the lock held: this caller will wait, and no longer look after the socket."""
@@ -273,18 +275,28 @@ class Client:
 
     def _send_waiting(self) -> None:
         """In a caller's thread, with the lock: send what waits for company. Whoever uses the socket has to look whether
-        something came meanwhile: libzmq takes down the descriptor that the thread waits for."""
+        something came meanwhile (libzmq takes down the descriptor that the thread waits for), or to see to it that the
+        thread will soon look by the clock."""
         if self._blocked or not self._connected or not self._session.unsent_bytes:
             return
-        if not self._session.may_send():  # the next credit is the thread's to wait for
-            self._rely_on_thread()
-            return
-        self._pump(time.monotonic())
-        more = bool(self._events() & POLLIN) and self._drain()
+        now = time.monotonic()
+        if self._session.may_send():
+            self._pump(now)
         self._used = True
+        looks = now - self._looked >= LOOK_S
+        more = looks and self._look(now)
         due = self._session.report_due()
-        if more or self._blocked or (due is not None and due < self._wakes_at) or self._session.may_send():
+        unseen = not looks and not self._resting and self._wakes_at > now + HOLD_S
+        if more or unseen or self._blocked or (due is not None and due < self._wakes_at):
             self._wake()
+
+    def _look(self, now: float) -> bool:
+        """Take in what has come, and send what it has made room for; True when there is more."""
+        self._looked = now
+        more = self._drain()
+        if self._connected and not self._blocked and self._session.may_send():
+            self._pump(now)
+        return more
 
     def _events(self) -> int:
         """POLLIN, POLLOUT or both: what the socket has or has room for now."""
@@ -296,19 +308,14 @@ class Client:
         try:
             with self._lock:
                 self._socket.connect(self.endpoint)
-                descriptor = self._socket.getsockopt(zmq.FD)
-            wake = self._wake_read.fileno()
-            resting, attending = select.poll(), select.poll()
-            resting.register(wake, select.POLLIN)
-            attending.register(wake, select.POLLIN)
-            attending.register(int(descriptor), select.POLLIN)
+            bell = self._bell.fileno()
+            resting, attending = watching(bell), watching(bell, self._descriptor)
             while self._failure is None and not self._closing:
                 with self._lock:
-                    wait_s = self._work()
+                    wait_s = HOLD_S if self._left_to_callers() else self._work()
                     poller = resting if self._resting else attending
-                if wait_s > 0 and wake in dict(poller.poll(math.ceil(wait_s * 1000))):
-                    with contextlib.suppress(BlockingIOError):
-                        self._wake_read.recv(4096)
+                if wait_s > 0 and bell in dict(poller.poll(math.ceil(wait_s * 1000))):
+                    self._bell.quiet()
             with self._lock:
                 if self._connected and self._closing:
                     self._send_link(Bye(f"{self.name} said goodbye"), time.monotonic())
@@ -319,6 +326,16 @@ class Client:
             with self._lock:
                 self._connected = False
                 self._socket.close(linger=int(self._linger_s * 1000))
+
+    def _left_to_callers(self) -> bool:
+        """Nobody has called for the thread, and the callers have looked after the socket since it last asked."""
+        now, report_due = time.monotonic(), self._session.report_due()
+        owing = report_due is not None and report_due <= now
+        if owing or self._holding or not (self._resting and self._used and 0.0 < self._wakes_at <= now < self._due):
+            return False
+        self._used = False
+        self._wakes_at = now + HOLD_S
+        return True
 
     def _work(self) -> float:
         """All that is to be done now; returns for how many seconds there will be nothing, unless something comes."""
@@ -332,7 +349,8 @@ class Client:
         events = self._events()
         if events & POLLIN or (self._blocked and events & POLLOUT):
             return 0.0
-        self._wakes_at = self._next_due(now)
+        self._looked = now
+        self._due = self._wakes_at = self._next_due(now)
         self._resting = self._used and not self._waiting and not self._blocked
         self._used = False
         if self._resting:
@@ -356,6 +374,8 @@ class Client:
     def _drain(self) -> bool:
         """Take in a burst of what has arrived; False when that was all."""
         for _ in range(BURST_MESSAGES):
+            if not self._events() & POLLIN:  # cheaper than what a refused read raises
+                return False
             try:
                 head, blobs = receive_frames(self._socket)
             except zmq.Again:
@@ -472,8 +492,6 @@ class Client:
             if not self._send(frame.head, frame.blobs, now):
                 session.rewind(after=frame.seq - 1)
                 return
-        if self._waiting and session.unsent_bytes <= self._max_unsent_bytes // 2:
-            self._changed.notify_all()
 
     def _send_link(self, message: LinkMessage, now: float) -> bool:
         return self._send(link_frame(self.run, self.name, self._epoch, self._session.report(), message), (), now)

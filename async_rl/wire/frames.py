@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from async_rl.errors import AsyncRLError
+from async_rl.trajectory import Packed
 from async_rl.wire.messages import (
     COALESCE_BYTES,
     MAGIC,
@@ -82,10 +83,10 @@ class PeerLost(NamedTuple):
 
 class Payload(NamedTuple):
     """An outgoing message as it is kept until acknowledged: encoded once, trajectories and blobs by reference. The
-    body is what `parts` make when joined."""
+    body is what `parts`, buffers all of them, make when joined."""
 
     kind: str
-    parts: tuple[bytes | msgspec.Raw, ...]
+    parts: Sequence[Any]
     blobs: tuple[bytes | memoryview, ...]
     size: int
 
@@ -158,19 +159,29 @@ class BadFrame(Exception):
 def payload_of(message: Message, blobs: Sequence[bytes | memoryview]) -> Payload:
     """Encode once. Raises TypeError for a blob that is not contiguous bytes."""
     views = tuple(blob if isinstance(blob, bytes) else memoryview(blob).cast("B") for blob in blobs) if blobs else ()
-    parts = body_parts(message)
-    return Payload(type(message).__name__, parts, views, credit_size(sum(map(len, parts)), views))
+    parts, nbytes = body_parts(message)
+    return Payload(type(message).__name__, parts, views, credit_size(nbytes, views))
 
 
-def body_parts(message: Message) -> tuple[bytes | msgspec.Raw, ...]:
-    """`encode_body` in parts: the trajectories of a message, its last field, are not copied."""
+def body_parts(message: Message) -> tuple[list[Any], int]:
+    """`encode_body` in parts, and their bytes: the trajectories of a message, its last field, are not copied."""
     if isinstance(message, Results):
         fields = RESULTS_HEAD
     elif isinstance(message, Batch):
         fields = encode_body(msgspec.structs.replace(message, trajectories=()))[:-1]
     else:
-        return (encode_body(message),)
-    return (fields + array_head(len(message.trajectories)), *message.trajectories)
+        body = encode_body(message)
+        return [body], len(body)
+    fields += array_head(len(message.trajectories))
+    parts: list[Any] = [fields]
+    nbytes = len(fields)
+    for trajectory in message.trajectories:
+        nbytes += len(trajectory)
+        if isinstance(trajectory, Packed):
+            parts += trajectory.parts
+        else:
+            parts.append(trajectory)
+    return parts, nbytes
 
 
 def credit_sizes(bodies: Sequence[msgspec.Raw], blobs: Sequence[bytes | memoryview]) -> list[int]:

@@ -1,7 +1,7 @@
 """The link: acknowledged, credited, resumable messages between pools, over DEALER and ROUTER.
 
 This is the door; the rooms behind it are session.py (the rules, pure), frames.py (the link's own messages, framing,
-errors), client.py and server.py (the shells).
+errors), client.py, which sits on dealer.py, and server.py (the shells).
 
 Handshake. The client says Hello (role, name, token; the envelope carries run, schema, epoch, acknowledgement and
 credit). The server answers Welcome, or Refused with a reason. A session belongs to one (client name, client epoch)

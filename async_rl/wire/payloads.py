@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
+from async_rl.trajectory import Packed
 from async_rl.wire.messages import COALESCE_BYTES
 
 BLOB_BYTES = 1 << 20  # what is larger travels as a frame of its own
@@ -15,9 +17,9 @@ INLINE_BYTES = 64 << 20  # of payloads in one message; libzmq refuses frames far
 NIL = msgspec.Raw(b"\xc0")  # msgpack's nil: stands for a payload that follows as a blob
 
 
-def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
+def coalesce(encoded: Sequence[Packed]) -> list[list[Packed]]:
     """Split into messages of about COALESCE_BYTES: joining small ones pays, larger messages do not (measured)."""
-    batches: list[list[bytes]] = []
+    batches: list[list[Packed]] = []
     room = 0
     for data in encoded:
         if len(data) > room or not batches:
@@ -29,19 +31,23 @@ def coalesce(encoded: Sequence[bytes]) -> list[list[bytes]]:
 
 
 def pack_payloads(
-    payloads: Sequence[bytes | memoryview],
+    payloads: Sequence[bytes | memoryview | Packed],
 ) -> tuple[tuple[msgspec.Raw, ...], list[bytes | memoryview]]:
     """Encoded trajectories as (inside the message, blobs): those above BLOB_BYTES, and all from the point where the
-    message would pass INLINE_BYTES, are NIL inside and follow as blobs, in order."""
-    inline, blobs, total = [], [], 0
+    message would pass INLINE_BYTES, are NIL inside and follow as blobs, in order. What was packed in pieces stays so
+    inside: the link puts it together when the message leaves, and nobody looks at it before."""
+    inline: list[msgspec.Raw | Packed] = []
+    blobs: list[bytes | memoryview] = []
+    total = 0
     for payload in payloads:
-        total += len(payload)
-        if len(payload) > BLOB_BYTES or total > INLINE_BYTES:
+        size = len(payload)
+        total += size
+        if size > BLOB_BYTES or total > INLINE_BYTES:
             inline.append(NIL)
-            blobs.append(payload)
+            blobs.append(payload.joined() if isinstance(payload, Packed) else payload)
         else:
-            inline.append(msgspec.Raw(payload))
-    return tuple(inline), blobs
+            inline.append(payload if isinstance(payload, Packed) else msgspec.Raw(payload))
+    return cast(tuple[msgspec.Raw, ...], tuple(inline)), blobs
 
 
 def unpack_payloads(

@@ -28,7 +28,9 @@ from async_rl.trajectory import (
     check_trajectory,
     decode_trajectory,
     encode_trajectory,
+    lay_out,
     pack_segments,
+    pack_trajectory,
     segment_arrays,
 )
 from async_rl.version import VersionRun
@@ -108,6 +110,30 @@ def test_the_other_fields_arrive_too() -> None:
         assert getattr(arrived, name) == getattr(sent, name)
     assert bytes(arrived.arrays) == bytes(sent.arrays)
     assert arrived.attempt == "5/1"
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 13, 3639, 3640])
+def test_a_trajectory_packed_in_pieces_is_the_encoded_one(tokens: int) -> None:
+    segments = [segment(1, tokens), segment(2, tokens)]
+    _, pieces = lay_out(segments)
+    whole = trajectory(*segments, components={"format": 0.5}, node="node-2", note="why")
+    apart = msgspec.structs.replace(whole, arrays=memoryview(b""))
+    for packed in (pack_trajectory(whole), pack_trajectory(apart, pieces)):
+        assert packed.joined() == encode_trajectory(whole)
+        assert len(packed) == len(packed.joined())
+
+
+@given(st.lists(segments(), min_size=1, max_size=3))
+def test_pieces_joined_are_what_is_encoded(parts: list[Segment]) -> None:
+    headers, pieces = lay_out(parts)
+    assert (headers, b"".join(pieces)) == (pack_segments(parts)[0], bytes(pack_segments(parts)[1]))
+    sent = trajectory(*parts)
+    assert pack_trajectory(sent, pieces).joined() == encode_trajectory(sent)
+
+
+def test_a_trajectory_without_arrays_is_packed_as_it_is_encoded() -> None:
+    failed = Trajectory(5, 1, "env_failed", 0.0, (), memoryview(b""), note="why")
+    assert pack_trajectory(failed).joined() == encode_trajectory(failed)
 
 
 def test_decoded_arrays_are_views_of_the_received_frame() -> None:

@@ -19,7 +19,8 @@ RUNS = ("run", "call", "check_call", "check_output")
 
 # What the names above cannot tell apart, with the reason why it does not block.
 HARMLESS = {
-    ("async_rl/wire/client.py", "self._wake_read.recv(4096)"): "a socket that does not block",
+    ("async_rl/wire/client.py", "self._lock.acquire()"): "nobody waits for anything while holding it",
+    ("async_rl/wire/dealer.py", "self._heard.recv(4096)"): "a socket that does not block",
     ("async_rl/wire/client.py", "self._context.term()"): "its only socket is closed, with a linger",
     ("async_rl/wire/server.py", "self._context.term()"): "its only socket is closed, with a linger",
     ("inference/compiled_build.py", "fcntl.flock(lock, fcntl.LOCK_EX)"): "who wants it built kills it after its limit",
