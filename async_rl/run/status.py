@@ -24,13 +24,14 @@ from async_rl.run.metrics import Record, read_metrics, steps_of
 from async_rl.run.summary import ledger_balances, nested_ledger, percentile
 from async_rl.run.view import STATUS_TIMEOUT, Address, fetch_status
 from async_rl.wire.link import LinkRefused, LinkTimeout
-from async_rl.wire.messages import NodeStatus, Status
-from async_rl.wire.security import check_endpoint, reachable, read_token
+from async_rl.wire.messages import NodeStatus, Status, StatusRequest, StoreStatus
+from async_rl.wire.security import check_endpoint, read_token
 
 Phase = Literal["running", "starting or ending", "finished", "failed", "stopped"]
 """stopped: over before its last step, and no process said that it failed: interrupted, killed, or never started."""
 
 
+STORE_TIMEOUT = 1.0  # what it adds is not worth a longer wait
 ERROR = "error: "  # how the last line of a process that failed begins (async_rl.run.process)
 
 
@@ -223,7 +224,41 @@ def live_state(status: Status, run: str, endpoint: str, directory: RunDirectory 
 
 
 def _store_state(directory: RunDirectory) -> str:
-    return "listens" if listens(reachable(directory.store_endpoint)) else "does not listen"
+    address = Address.of_store(directory)
+    if not listens(address.endpoint):
+        return "does not listen"
+    try:
+        return store_text(ask_store(address))
+    except AsyncRLError:
+        return "listens"
+
+
+def ask_store(address: Address) -> StoreStatus:
+    """The policy store's own account. Raises LinkRefused, LinkTimeout, KeyFileError."""
+    client = address.client(f"status-{os.getpid()}", "the store")
+    try:
+        client.connect(STORE_TIMEOUT)
+        client.send(StatusRequest())
+        while True:
+            message = client.receive(STORE_TIMEOUT, "the store's status").message
+            if isinstance(message, StoreStatus):
+                return message
+    finally:
+        client.close(0.2)
+
+
+def store_text(status: StoreStatus) -> str:
+    """What it and the nodes that relay have sent, and who of these was bypassed."""
+    if not status.relays and not status.bypasses:
+        return "listens"
+    bypassed = ", ".join(f"{count} × {why}" for why, count in sorted(status.bypasses.items()))
+    words = [
+        f"listens; has sent {status.served_bytes / 1e6:,.1f} MB",
+        f"{len(status.relays)} relays {status.relayed_bytes / 1e6:,.1f} MB",
+        f"bypassed: {bypassed}" if bypassed else "",
+        f"sent wrong bytes, and are not used: {', '.join(status.liars)}" if status.liars else "",
+    ]
+    return "; ".join(filter(None, words))
 
 
 def _live_node(node: NodeStatus, newest: int | None) -> NodeState:

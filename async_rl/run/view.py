@@ -45,10 +45,15 @@ class Address(NamedTuple):
     def of(cls, directory: RunDirectory) -> Address:
         return cls(reachable(directory.endpoint), directory.run_id, directory.token, directory.keys)
 
-    def client(self, name: str) -> Client:
+    @classmethod
+    def of_store(cls, directory: RunDirectory) -> Address:
+        """The policy store's, which tells about itself what a buffer does not know."""
+        return cls.of(directory)._replace(endpoint=reachable(directory.store_endpoint))
+
+    def client(self, name: str, peer: str = "the buffer") -> Client:
         """Raises KeyFileError."""
         return Client(
-            self.endpoint, run=self.run, token=self.token, role="tool", name=name, peer="the buffer",
+            self.endpoint, run=self.run, token=self.token, role="tool", name=name, peer=peer,
             keys=dial_keys(self.keys, "tool"),
         )  # fmt: skip
 

@@ -10,7 +10,8 @@ import pytest
 from store_house import PATIENCE_S, RELAY_TIMEOUT_S, RUN, TOKEN, House, Node, data_of, policy, wait_for
 
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkError, Server
+from async_rl.wire.keys import dial_keys, make_keys
+from async_rl.wire.link import Client, LinkError, LinkTimeout, Server
 from async_rl.wire.messages import BASE, CHUNK_BYTES, FACTORS, Chunk, Pull, StatusRequest, StoreStatus
 from buffer import relays
 from inference.relay import MAX_UNANSWERED, Relay, SharedFile
@@ -101,6 +102,30 @@ def test_what_needs_several_files_is_relayed_file_by_file(house: House) -> None:
             assert files[-1].read_bytes() == data
             fetched.discard()
     wait_for(lambda: status(house).relayed_bytes >= 2 * SIZE, "the nodes' word that they have it")
+
+
+def test_with_keys_a_relay_lets_in_nodes_alone_and_its_children_know_it_by_its_own_key(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    house = House(tmp_path, keys=tmp_path / "keys")
+    try:
+        nodes = volunteers(house, "a", "b", timeout_s=LONG_S)
+        data = house.upload(1, data_of(1, SIZE))
+        for node in nodes:
+            node.expect(1, data)
+        wait_for(lambda: status(house).relayed_bytes == SIZE, "the second node's word")
+        assert status(house).bypasses == {}
+        relay = nodes[0].relaying.relay
+        own = dial_keys(house.keys, "node")
+        for role, server in (("trainer", own.public), ("node", own.server)):
+            keys = dial_keys(house.keys, role)._replace(server=server)  # of no node; for another than this relay's
+            stranger = Client(
+                relay.address, run=RUN, token=TOKEN, role=role, name="stranger", peer="relay", keys=keys
+            )  # fmt: skip
+            with pytest.raises(LinkTimeout):
+                stranger.connect(0.5)
+            stranger.close(0.1)
+    finally:
+        house.close()
 
 
 # --- relays that fail ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from async_rl.run.exporter import Exporter
 from async_rl.run.process import StopEvent
 from async_rl.run.watchdog import Watchdog
 from async_rl.version import PolicyId
+from async_rl.wire.keys import NodeDoorKeys, ServiceKeys, dial_keys
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import FindSource, PinPolicy, Pull, Source, Stored, Upload
 from buffer.policy_files import PolicyFiles
@@ -82,12 +83,16 @@ class WatchedStore(StoreService):
 class House:
     """A store in a thread, a trainer that uploads, and nodes that pull."""
 
-    def __init__(self, folder: Path, max_staleness: int = MAX_STALENESS, fanout: int = 1) -> None:
+    def __init__(
+        self, folder: Path, max_staleness: int = MAX_STALENESS, fanout: int = 1, keys: Path | None = None
+    ) -> None:
+        """`keys`: a folder of a whole set."""
         self.fanout = fanout
         self.files, self.max_staleness = folder / "store", max_staleness
         self.scratch = folder / "node"
         self.scratch.mkdir()
         self.endpoint = f"ipc://{folder / 's'}"
+        self.keys = keys
         self._closing: list[Callable[[], None]] = []
         self.open()
         self._trainer = self.link("trainer", "trainer")
@@ -95,7 +100,8 @@ class House:
     def open(self, keep: bool = False) -> None:
         self._killed = False
         self.stopping = StopEvent()
-        self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store")
+        keys = ServiceKeys(self.keys) if self.keys is not None else None
+        self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store", keys=keys)
         files = PolicyFiles(self.files, RUN, self.max_staleness, keep)
         self.relays = Relays(self.fanout, RELAY_TIMEOUT_S)
         self.store = WatchedStore(Context(self.stopping, Exporter(), Watchdog()), self.server, files, self.relays)
@@ -112,7 +118,8 @@ class House:
             self.server.close()
 
     def link(self, role: Any, name: str) -> Client:
-        client = Client(self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="store")
+        keys = dial_keys(self.keys, role)
+        client = Client(self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="store", keys=keys)
         self._closing.append(lambda: client.close(0.2))
         client.connect(PATIENCE_S)
         return client
@@ -123,12 +130,16 @@ class House:
         """A node that pulls from relays where the store says so, and perhaps is one itself."""
         relay = None
         if volunteers:
-            server = Server(f"ipc://{self.files.parent / name}", run=RUN, token=TOKEN, name=name)
-            relay = Relay(server, server.endpoint, timeout_s)
+            keys = NodeDoorKeys(self.keys) if self.keys is not None else None
+            server = Server(f"ipc://{self.files.parent / name}", run=RUN, token=TOKEN, name=name, keys=keys)
+            relay = Relay(server, server.endpoint, timeout_s, keys)
             self._closing.append(relay.close)
 
         def dial(source: Source) -> Client:
-            return Client(source.endpoint, run=RUN, token=TOKEN, role="node", name=name, peer=f"relay {source.relay}")
+            keys = dial_keys(self.keys, "node")
+            keys = keys and keys._replace(server=source.key.encode())
+            peer = f"relay {source.relay}"
+            return Client(source.endpoint, run=RUN, token=TOKEN, role="node", name=name, peer=peer, keys=keys)
 
         return self.node(self.link("node", name), routed, relaying=Relaying(dial, timeout_s, "here", relay))
 

@@ -18,10 +18,11 @@ from async_rl.run import status as status_module
 from async_rl.run.cli import main
 from async_rl.run.directory import RunDirectory
 from async_rl.run.metrics import MetricsWriter
-from async_rl.run.status import NodeState, RunState, state_of
+from async_rl.run.status import NodeState, RunState, ask_store, state_of, store_text
 from async_rl.run.status_text import NONE, state_text
+from async_rl.run.view import Address
 from async_rl.wire.link import Server
-from async_rl.wire.messages import Batch, Draw, NodeReady, NodeServing, NodeWants
+from async_rl.wire.messages import Batch, Draw, NodeReady, NodeServing, NodeWants, StatusRequest, StoreStatus
 from async_rl.wire.security import write_token
 
 
@@ -194,7 +195,7 @@ def test_one_who_listens_and_says_nothing_is_given_up_in_time(
         assert "waited 0.5 s for a welcome" in told(capsys, endpoint, *named, code=1)
     store, over = Server(f"ipc://{tmp_path / 'store'}", run=RUN, token=TOKEN, name="store"), threading.Event()
 
-    def serve() -> None:  # as the policy store does: it knows no request for a status
+    def serve() -> None:  # it knows no request for a status
         while not over.is_set():
             store.poll(0.05)
 
@@ -344,3 +345,32 @@ def test_a_broken_summary_is_named(run: Callable[..., RunDirectory], capsys: pyt
     directory = run(steps=10)
     directory.summary_path.write_text("{")
     assert f"{directory.summary_path} is broken" in told(capsys, str(directory.path), code=1)
+
+
+def test_of_a_store_with_relays_it_is_told_what_they_have_sent_and_who_was_bypassed() -> None:
+    assert store_text(StoreStatus(5_000_000)) == "listens"
+    told = store_text(StoreStatus(48_000_000, 208_000_000, ("a", "b"), {"silent": 2, "damaged": 3}, ("c",)))
+    assert told == (
+        "listens; has sent 48.0 MB; 2 relays 208.0 MB; bypassed: 3 × damaged, 2 × silent; sent wrong bytes, and are "
+        "not used: c"
+    )
+
+
+def test_a_store_that_answers_is_asked_for_its_account(directory: Path) -> None:
+    store, over = Server(f"ipc://{directory.parent / 'store'}", run=RUN, token=TOKEN, name="store"), threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            for event in store.poll(0.05):
+                if isinstance(getattr(event, "message", None), StatusRequest):
+                    store.send(event.peer, StoreStatus(1_000_000, 3_000_000, ("a",)))
+        store.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        answer = ask_store(Address.of_store(RunDirectory.open(directory)))
+    finally:
+        over.set()
+        thread.join(10)
+    assert answer == StoreStatus(1_000_000, 3_000_000, ("a",))
