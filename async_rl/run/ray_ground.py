@@ -137,6 +137,7 @@ def _join(settings: RayConfig, config: Config) -> None:
         if settings.address:
             ray.init(address=settings.address, namespace=f"async-rl-{config.run.name}", **common)
         else:
+            os.environ.setdefault("RAY_worker_niceness", "0")  # else whatever else this machine does goes first
             ray.init(
                 address="local", num_cpus=settings.local_cpus or _cpus(settings, config), include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES, **common,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,18 @@ SETTINGS = [
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where everything that this test starts puts its temporary files, but for Ray's own."""
+    folder = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))  # short, for sockets
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(temporary: Path) -> Iterator[Cluster]:
     """A head for buffer, store and trainer, and two raylets with room for a node each."""
     made = Cluster(initialize_head=True, head_node_args=raylet(num_cpus=2, include_dashboard=False))
     try:
@@ -89,21 +101,19 @@ def raylet_of(cluster: Cluster, run: Path, node: str) -> Any:
     return next(each for each in cluster.worker_nodes if each.node_id.startswith(short))
 
 
-def left_behind(run: Path, since: set[str]) -> list[str]:
-    """Processes of the run, those that its actors started, and their folders."""
-    scratch = {str(path) for path in Path("/tmp").glob(f"{PREFIX}*")} - since
+def left_behind(run: Path, temporary: Path) -> list[str]:
+    """Processes of the run, the private folders of its actors, and that of its sockets."""
+    folders = [str(path) for pattern in (f"{PREFIX}*", "arl-*") for path in temporary.glob(pattern)]
     ours = [
-        process.info["pid"]
+        str(process.info["pid"])
         for process in psutil.process_iter(["pid", "cmdline"])
-        if any(str(run) in part or any(part.startswith(s) for s in scratch) for part in process.info["cmdline"] or ())
-        and process.pid != os.getpid()
+        if any(part.startswith((str(run), str(temporary / PREFIX))) for part in process.info["cmdline"] or ())
     ]
-    return [str(each) for each in (*real_runs.processes_of(run), *ours, *scratch)]
+    return [*ours, *folders]
 
 
-def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(cluster, shell):
+def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(temporary, cluster, shell):
     run = shell.folder / "on-ray"
-    folders = {str(path) for path in Path("/tmp").glob(f"{PREFIX}*")}
     launcher = shell.start(
         "run", str(shell.config), "--out", str(run), *SETTINGS, "--set", f"launch.ray.address={cluster.address}"
     )
@@ -138,13 +148,12 @@ def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(cluster, sh
     assert "was lost with its machine" in output
     assert replaced <= REPLACED_S
     check_books(run)
-    wait_for(lambda: not left_behind(run, folders), 15, lambda: f"nothing to be left: {left_behind(run, folders)}")
+    wait_for(lambda: not left_behind(run, temporary), 15, lambda: f"nothing to be left: {left_behind(run, temporary)}")
 
 
-def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(shell):
+def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(temporary, shell):
     """And with keys the nodes, which get theirs from the launcher, reach the buffer at this machine's address."""
     run, keys = shell.folder / "killed", shell.folder / "keys"
-    folders = {str(path) for path in Path("/tmp").glob(f"{PREFIX}*")}
     code, output = shell.run("keys", str(keys))
     assert code == 0, output
     launcher = shell.start(
@@ -168,7 +177,34 @@ def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(shel
     _, alive = psutil.wait_procs(agents, timeout=180)
     assert alive == []
     print(f"and its agents after {time.monotonic() - killed:.1f} s")
-    wait_for(lambda: not left_behind(run, folders), 15, lambda: f"nothing to be left: {left_behind(run, folders)}")
+    wait_for(lambda: not left_behind(run, temporary), 15, lambda: f"nothing to be left: {left_behind(run, temporary)}")
+
+
+def test_ranks_are_placed_one_by_one_and_all_start_again_when_one_is_killed(shell):
+    pytest.importorskip("megatron.core")
+    run = shell.folder / "ranks"
+    launcher = shell.start(
+        "run", str(shell.config), "--out", str(run), "--set", "run.steps=6", "--set", "run.eval_every=0",
+        "--set", "inference.nodes=1", "--set", "inference.max_tokens_per_second=150",
+        "--set", "trainer.checkpoint_every=1",
+        "--set", "trainer.backend=megatron", "--set", "trainer.parallel.data=2",
+        "--set", "launch.kind=ray", "--set", "launch.ray.spread_ranks=true", "--set", "launch.ray.local_cpus=5",
+    )  # fmt: skip
+    real_runs.wait_for(lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 2, 300, "two steps")
+    (rank,) = [each for each in real_runs.processes_of(run) if "trainer-rank1" in each.cmdline()]
+    assert rank.environ()["WORLD_SIZE"] == "2"
+    rank.kill()
+    output, _ = launcher.communicate(timeout=400)
+    assert launcher.returncode == 0, output
+    assert "trainer-rank1 was killed by SIGKILL" in output
+    said = (run / "logs" / "launcher.log").read_text()
+    assert "all 2 ranks are started again" in said
+    assert said.count("trainer-rank1 runs on") == said.count("\ntrainer runs on") == 2
+    summary = real_runs.summary(run)
+    assert summary["steps"] == 6
+    assert ledger_balances(summary["ledger"])
+    assert [record["step"] for record in real_runs.records(run)] == list(range(6))
+    assert real_runs.processes_of(run) == []
 
 
 def test_what_no_machine_has_room_for_is_said_and_ends_the_run(shell):
