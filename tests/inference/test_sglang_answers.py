@@ -117,3 +117,19 @@ def test_a_model_ends_where_any_of_its_configurations_says(tmp_path: Path) -> No
     assert read_model(tmp_path).ends == {1, 3}
     with pytest.raises(EngineError, match=r"config\.json"):
         read_model(tmp_path / "none")
+
+
+@pytest.mark.parametrize("where", [{}, {"text_config": {}}])
+def test_a_model_whose_dense_layers_it_would_fill_with_experts_is_refused_before_it_starts(
+    tmp_path: Path, where: dict[str, Any]
+) -> None:
+    """The bare model's log-probabilities were seen to be NaN."""
+    text = {"model_type": "qwen3_moe", "vocab_size": 9, "num_hidden_layers": 4, "num_experts": 4,
+            "num_experts_per_tok": 2, "decoder_sparse_step": 1}  # fmt: skip
+    for changes, dense in (({"mlp_only_layers": [0, 2]}, r"\(0, 2\)"), ({"decoder_sparse_step": 2}, r"\(0, 2\)")):
+        own = text | changes
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": own} if where else own))
+        with pytest.raises(EngineError, match=rf"layers {dense} have no experts"):
+            read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert read_model(tmp_path).routes == RouteShape(4, (0, 1, 2, 3), 4, 2)
