@@ -1,8 +1,9 @@
 """Pushes to many receiver processes, every connection behind a TCP proxy of its own that is as slow as a network.
 
-Run as a process, since receivers are forked before there are threads: `throttled_pushes.py RECEIVERS PUSHES` prints a
-JSON object: milliseconds to each receiver's verified file of every push, to one receiver and to all; the bytes that
-left the store for each; and of a push in which a relay was killed in the middle. The upload is not throttled."""
+Run as a process, since receivers are forked before there are threads: `throttled_pushes.py RECEIVERS PUSHES [MB/S]`
+prints a JSON object: milliseconds to each receiver's verified file of every push, to one receiver and to all; the bytes
+that left the store for each; and of a push in which a relay was killed in the middle. The upload is not throttled.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from inference.bench_push_arms import PushHouse
 from inference.bench_push_processes import cpu_seconds
 from inference.bench_push_receiver import PATIENCE_S, Join, Leave, Taken
 
-SIZE, BYTES_PER_S = 16_000_000, 8_000_000
+SIZE = 16_000_000
 FANOUT, TIMEOUT_S = 3, 3.0
 
 
@@ -40,7 +41,8 @@ def free_port() -> int:
 class ThrottledHouse(PushHouse):
     """Receivers that relay, each reachable through its own proxy, and the store through another."""
 
-    def __init__(self, receivers: int) -> None:
+    def __init__(self, receivers: int, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
         super().__init__(
             [SIZE], receivers, store_endpoint="tcp://127.0.0.1:*", relay_fanout=FANOUT, relay_timeout=TIMEOUT_S
         )
@@ -50,9 +52,9 @@ class ThrottledHouse(PushHouse):
     def pushes(self, count: int) -> Iterator[Any]:
         """What it yields pushes once, and returns (started, stored)."""
         with ExitStack() as closing:
-            self.door = closing.enter_context(throttled(self._run.store_endpoint))
+            self.door = closing.enter_context(self.throttled(self._run.store_endpoint))
             ports = [free_port() for _ in range(count)]
-            self.relays = [closing.enter_context(throttled(f"tcp://127.0.0.1:{port}")) for port in ports]
+            self.relays = [closing.enter_context(self.throttled(f"tcp://127.0.0.1:{port}")) for port in ports]
             joins = [
                 Join(
                     self.door.endpoint, self._run.run_id, self._run.token, relay_endpoint=f"tcp://127.0.0.1:{port}",
@@ -109,6 +111,11 @@ class ThrottledHouse(PushHouse):
                 "node_cpu_s": (self.spent(count) - spent) / count / pushes,
             }
 
+    def throttled(self, endpoint: str) -> TcpProxy:
+        proxy = TcpProxy(endpoint)
+        proxy.bytes_per_s = self._bytes_per_s
+        return proxy
+
     def spent(self, count: int) -> float:
         return sum(map(cpu_seconds, self.receivers.pids[:count]))
 
@@ -150,17 +157,11 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def throttled(endpoint: str) -> TcpProxy:
-    proxy = TcpProxy(endpoint)
-    proxy.bytes_per_s = BYTES_PER_S
-    return proxy
-
-
-def main(receivers: int, pushes: int) -> None:
+def main(receivers: int, pushes: int, megabytes_per_s: int = 8) -> None:
     import torch
 
     torch.set_num_threads(1)
-    with ThrottledHouse(receivers) as house:
+    with ThrottledHouse(receivers, megabytes_per_s * 1_000_000) as house:
         report = {"bytes": house.adapter_bytes(SIZE), "one": house.measure_each(1, pushes)}
         report["all"] = house.measure_each(receivers, pushes)
         report["killed"] = house.kill_one(receivers)
@@ -168,4 +169,4 @@ def main(receivers: int, pushes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(*map(int, sys.argv[1:4]))
