@@ -6,6 +6,7 @@ forward a trajectory without looking inside, and the receiver gets views instead
 
     for each segment:  token ids int32[n] | log-probabilities float32[n] | mask uint8[n] | each extra, in header order
 
+No struct here is a concern of the garbage collector: none can be part of a cycle, and there are several a trajectory.
 All numbers are little-endian. `check_trajectory` compares every declared size with the bytes that are there, before
 anything is allocated.
 """
@@ -50,7 +51,7 @@ class TrajectoryError(AsyncRLError):
     """A trajectory that contradicts itself or cannot train; the message names the attempt."""
 
 
-class Extra(msgspec.Struct, frozen=True, array_like=True):
+class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An optional named per-token array: `dtype` is a numpy type string of EXTRA_DTYPES, `shape` starts with n."""
 
     name: str
@@ -62,7 +63,7 @@ class Extra(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
+class SegmentHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a segment's arrays mean. `versions` covers its sampled tokens (mask 0) in order."""
 
     n_tokens: int
@@ -76,7 +77,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
         return nbytes + sum(extra.nbytes for extra in self.extras) if self.extras else nbytes
 
 
-class PositionReward(msgspec.Struct, frozen=True, array_like=True):
+class PositionReward(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A reward earned at one token: index of the segment, position within it, value."""
 
     segment: int
@@ -84,7 +85,7 @@ class PositionReward(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
-class Timings(msgspec.Struct, frozen=True, array_like=True):
+class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Seconds spent by this attempt on the node: waiting for a slot, sampling, scoring."""
 
     queued_s: float = 0.0
@@ -92,7 +93,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
     scoring_s: float = 0.0
 
 
-class Trajectory(msgspec.Struct, frozen=True, array_like=True):
+class Trajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One attempt's outcome. `arrays` is a view into the received frame (or bytes when built here).
 
     `status` "ok" carries segments and a reward; "env_failed" (the environment or the reward failed: never reward 0)

@@ -34,7 +34,7 @@ class PolicyId(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.version}-{self.digest[:8]}"
 
 
-class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` consecutive sampled tokens that (version, digest) produced, stamped by the engine at sampling."""
 
     version: int

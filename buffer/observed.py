@@ -6,6 +6,8 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from async_rl.config import Config
@@ -51,10 +53,15 @@ class Observed:
 
     def arrived(self, results: Iterable[ResultArrived], leases: Leases) -> None:
         """Before they are applied: how many tokens were sampled for each good answer that may train."""
-        for result in results:
-            lease = leases.find(result.lease)
-            if result.status == "ok" and lease is not None and lease.ticket != EVAL_TICKET:
-                self._lengths[length_bin(tokens_of(result.versions))] += 1
+        lengths = self._lengths
+        for number, of_lease in groupby(results, attrgetter("lease")):
+            lease = leases.find(number)
+            if lease is None or lease.ticket == EVAL_TICKET:
+                continue
+            for result in of_lease:
+                if result.status == "ok":
+                    runs = result.versions
+                    lengths[length_bin(runs[0].count if len(runs) == 1 else tokens_of(runs))] += 1
 
     def published(self, policy: PolicyId, nodes: Iterable[str], now: float) -> None:
         if policy.name == CANARY:

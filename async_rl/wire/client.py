@@ -231,8 +231,8 @@ class Client:
                     f"{self.name} waited {timeout_s:g} s for {self.peer} at {self.endpoint} to take in more: "
                     f"{self._session.unsent_bytes} bytes are queued before this {kind}"
                 )
-            self._used = True
-            if self._connected and not self._blocked and self._look(now):
+            self._used = self._connected and not self._blocked
+            if self._used and self._look(now):
                 continue
             self._lock.release()
             try:
@@ -331,7 +331,9 @@ class Client:
         """Nobody has called for the thread, and the callers have looked after the socket since it last asked."""
         now, report_due = time.monotonic(), self._session.report_due()
         owing = report_due is not None and report_due <= now
-        if owing or self._holding or not (self._resting and self._used and 0.0 < self._wakes_at <= now < self._due):
+        if owing or self._holding or self._blocked or not self._connected:
+            return False
+        if not (self._resting and self._used and 0.0 < self._wakes_at <= now < self._due):
             return False
         self._used = False
         self._wakes_at = now + HOLD_S

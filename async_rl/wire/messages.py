@@ -48,7 +48,7 @@ Fingerprint = Annotated[dict[Label, Label], Meta(max_length=64)]
 Encoded = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=1 << 16)]
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The head of every frame. `seq` counts a sender's messages within one session `epoch` from 1; 0 marks the
     link's own messages. `ack` is the last sequence number received in order; `limit` is the credit: the total number
     of bytes that the receiver of this envelope may have sent in this session. `kind` is the tag of `body`, so a
@@ -69,14 +69,14 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     more: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=1 << 12)] = ()
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of everything a pool says to another."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of everything a pool says to another. None can be part of a cycle: the garbage collector need not look."""
 
 
 # --- node and buffer -------------------------------------------------------------------------------------------------
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """temperature 0 is greedy; log-probabilities are then those of temperature 1."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
-class Lease(msgspec.Struct, frozen=True, array_like=True):
+class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The right and duty of one node to produce `samples` of one ticket. Evaluation leases have ticket -1 and a
     pinned `policy`, which those of a deterministic run have too. No node starts a training lease under a version older
     than `min_version`. `seeds` has one entry per sample: the whole random state of an attempt is (seed, position)."""
@@ -284,7 +284,7 @@ class Draw(Message, frozen=True, array_like=True, tag=True):
     for_version: int
 
 
-class BatchGroup(msgspec.Struct, frozen=True, array_like=True):
+class BatchGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A group of a batch: its ticket, and how many of the trajectories that follow are its own. For each of these, in
     order: how many batches were confirmed when it arrived here (the trainer's version then: what it aged before that
     it aged in flight, the rest in the queue), and for how many seconds it lay here until it was lent. `leased_s` is how
@@ -311,7 +311,7 @@ class Batch(Message, frozen=True, array_like=True, tag=True):
     trajectories: tuple[msgspec.Raw, ...]
 
 
-class Disposition(msgspec.Struct, frozen=True, array_like=True):
+class Disposition(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lease: int
     sample: int
     outcome: Outcome
