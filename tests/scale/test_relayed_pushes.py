@@ -1,4 +1,7 @@
-"""A 16 MB adapter to sixteen receiver processes that relay, each connection behind a proxy that passes 8 MB/s."""
+"""A 16 MB adapter to sixteen receiver processes that relay, each connection behind a proxy that passes 8 MB/s.
+
+The receivers share this machine's cores, so what others compute there meanwhile would be measured, and not relays: on a
+machine that is not idle these are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.scale, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "throttled_pushes.py"
 RECEIVERS, PUSHES, TIMEOUT_S = 16, 2, 3.0
+BUSY_PERCENT = 40  # of all cores, before anything is started here
 FRAMES = 1.01  # what heartbeats, credit and the names of sources may add to the bytes of the file
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
+    busy = psutil.cpu_percent(interval=2.0)
+    if busy > BUSY_PERCENT:
+        pytest.skip(f"others use {busy:.0f} % of this machine's cores, which sixteen receivers would have to share")
     ran = subprocess.run(
         [sys.executable, "-P", str(SCRIPT), str(RECEIVERS), str(PUSHES)],
         stdout=subprocess.PIPE, timeout=280, check=True, text=True,
