@@ -25,7 +25,6 @@ import tomli_w
 
 from async_rl.errors import AsyncRLError
 from async_rl.run.launch import ProcessSpec, kill_group, spawn
-from async_rl.run.process import SCRATCH_VARIABLE
 from async_rl.run.scratch import Scratch
 
 PIECE_BYTES = 64 << 10  # of a log, in one answer: small enough that it is no object of Ray's store
@@ -130,10 +129,8 @@ class Host:
 
     def _live(self, spec: ProcessSpec, order: Order) -> None:
         """The child's thread."""
-        assert self._scratch is not None
-        environment = {**order.environment, SCRATCH_VARIABLE: str(self._scratch.path)}
         try:
-            process = spawn(spec, self._log, order.again, environment)
+            process = spawn(spec, self._log, order.again, order.environment)
         except Exception as error:  # an interpreter that is not there, or anything that fork and exec may say
             self._trouble = f"{spec.python or 'it'} cannot be started: {error}"
             self._spawned.set()

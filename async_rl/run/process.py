@@ -15,7 +15,6 @@ import ctypes
 import faulthandler
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -42,7 +41,6 @@ from async_rl.run.watchdog import Watchdog
 HOUSE = ("buffer", "inference", "trainer")
 HOUSE_PLACE = Path(async_rl.__file__).resolve().parent.parent  # a checkout, or where it is installed
 PARENT_VARIABLE = "ASYNC_RL_PARENT_DEATH"  # the launcher's process id: end when it is gone
-SCRATCH_VARIABLE = "ASYNC_RL_SCRATCH"  # a folder that goes with the process when nobody else can take it away
 TERMINATED_EXIT = 128 + signal.SIGTERM
 EXIT_AGAIN = 75  # sysexits.h: EX_TEMPFAIL
 ORPHAN_GRACE = 10.0  # seconds that a process whose launcher died has to end in good order
@@ -265,8 +263,6 @@ def _leave(code: int, directory: RunDirectory | None) -> NoReturn:
     if directory is not None and parent is not None and os.getppid() != int(parent):
         # The launcher was killed, so the last of its processes takes away what it would have.
         directory.remove_sockets(only_empty=True)
-        if SCRATCH_VARIABLE in os.environ:
-            shutil.rmtree(os.environ[SCRATCH_VARIABLE], ignore_errors=True)
     # What a library does at exit must not keep a process that is done.
     timer = threading.Timer(EXIT_GRACE, os._exit, (code,))
     timer.daemon = True
