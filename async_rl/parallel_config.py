@@ -1,4 +1,4 @@
-"""The table [trainer.parallel]: over how many ranks the trainer is spread, and how (backend "megatron")."""
+"""The table [trainer.parallel]: over how many ranks the trainer is spread, and how."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from async_rl.schema import ConfigError, PositiveInt, Section
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
-    """Sizes of the groups of ranks; `ranks` processes in all. The dense layers of a pipeline stage lie on tensor × data
-    ranks, and its experts are laid over the same ones: expert × expert_tensor of them hold each expert once."""
+    """Sizes of the groups of ranks; `ranks` processes in all. With backend "torch" only `data` may be above 1: weights
+    and batches are cut over these ranks (FSDP2). With "megatron" the dense layers of a pipeline stage lie on tensor ×
+    data ranks, and its experts over the same ones: expert × expert_tensor of them hold each expert once."""
 
     tensor: PositiveInt = 1
     """Ranks that share each attention and MLP matrix of the dense layers, and the vocabulary."""
     pipeline: PositiveInt = 1
     """Stages that the layers are divided into."""
     data: PositiveInt = 1
-    """Copies of all that, each with its own part of a batch."""
+    """Parts that each batch is dealt out in; with backend "megatron" each has a copy of all that."""
     expert: PositiveInt = 1
     """Ranks that the experts of a layer are dealt out to."""
     expert_tensor: PositiveInt = 1

@@ -41,8 +41,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     full: every parameter, by AdamW. Of the last two a node holds one copy: [inference] in_flight = "continue" or
     "recompute"."""
     backend: Literal["torch", "megatron"] = "torch"
-    """torch: one process, and any model of transformers. megatron: Qwen3 and Qwen3-MoE over the ranks of
-    [trainer.parallel], kinds "lora" and, in float32, "sketch"."""
+    """torch: any model of transformers, on one process; dense ones over ranks, too ([trainer.parallel] data). megatron:
+    Qwen3 and Qwen3-MoE over the ranks of [trainer.parallel], kinds "lora" and, in float32, "sketch"."""
     parallel: ParallelConfig = ParallelConfig()
     rank: PositiveInt = 16
     """Of the adapter, or of the gradient's sketch."""
@@ -142,13 +142,13 @@ def describe_trainer(trainer: TrainerConfig) -> str:
 
 def _describe_backend(trainer: TrainerConfig) -> str:
     """As "megatron over 4 ranks (tensor 2 × pipeline 2, sequence)"."""
-    if trainer.backend == "torch":
+    if trainer.backend == "torch" and trainer.parallel.ranks == 1:
         return trainer.backend
     parallel = trainer.parallel
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "data", "expert", "expert_tensor")}
     table = " × ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items() if size > 1)
     where = f" ({table}{', sequence' if parallel.sequence else ''})" if table else ""
-    return f"megatron over {parallel.ranks} rank{'s' if parallel.ranks > 1 else ''}{where}"
+    return f"{trainer.backend} over {parallel.ranks} rank{'s' if parallel.ranks > 1 else ''}{where}"
 
 
 def check_trainer(
@@ -173,11 +173,7 @@ def check_trainer(
 def _check_backend(trainer: TrainerConfig, dtype: str) -> None:
     check_parallel(trainer.parallel)
     if trainer.backend == "torch":
-        if trainer.parallel != ParallelConfig():
-            raise ConfigError(
-                '[trainer.parallel] has no meaning with [trainer] backend = "torch", which trains on one process: '
-                'remove it, or set backend = "megatron"'
-            )
+        _check_sharded(trainer)
         return
     if trainer.kind == "full":
         raise ConfigError(
@@ -202,6 +198,27 @@ def _check_backend(trainer: TrainerConfig, dtype: str) -> None:
         raise ConfigError(
             f'[trainer] packing = "{trainer.packing}" has no meaning with backend = "megatron", which always packs: '
             "remove it"
+        )
+
+
+def _check_sharded(trainer: TrainerConfig) -> None:
+    """What backend "torch" can do over ranks."""
+    parallel = trainer.parallel
+    if parallel != ParallelConfig(data=parallel.data):
+        raise ConfigError(
+            '[trainer.parallel] has only `data` with [trainer] backend = "torch", which cuts weights and batches over '
+            'that many ranks (FSDP2): remove the others, or set backend = "megatron"'
+        )
+    if parallel.data == 1:
+        return
+    if trainer.step_control is not None:
+        raise ConfigError(
+            "[trainer.step_control] is not offered over several ranks: remove it, or set [trainer.parallel] data = 1"
+        )
+    if trainer.train_embeddings:
+        raise ConfigError(
+            "[trainer] train_embeddings is not offered over several ranks: remove it, or set [trainer.parallel] data = "
+            "1"
         )
 
 

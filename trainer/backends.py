@@ -51,20 +51,27 @@ def _with_length(config: Config) -> AlgorithmConfig:
 
 _ONE_PROCESS = (
     'torchrun started {} processes, and [trainer] backend = "torch" trains on one: start it without torchrun, or set '
-    'backend = "megatron"'
+    '[trainer.parallel] data = {}'
 )
 
 
 @contextmanager
-def _on_one_process(config: Config, model_path: Path, logs: Path | None, name: str) -> Iterator[Backend]:
-    place = torchrun_place()
-    if place is not None and place.world > 1:
-        raise AsyncRLError(_ONE_PROCESS.format(place.world))
+def _torch(config: Config, model_path: Path, logs: Path | None, name: str) -> Iterator[Backend]:
+    if config.trainer.parallel.ranks > 1:
+        with _on_ranks(config, model_path, logs, name) as backend:
+            yield backend
+        return
+    _refuse_torchrun(torchrun_place())
     yield make_backend(config, model_path)
 
 
+def _refuse_torchrun(place: Place | None) -> None:
+    if place is not None and place.world > 1:
+        raise AsyncRLError(_ONE_PROCESS.format(place.world, place.world))
+
+
 @contextmanager
-def _megatron(config: Config, model_path: Path, logs: Path | None, name: str) -> Iterator[Backend]:
+def _on_ranks(config: Config, model_path: Path, logs: Path | None, name: str) -> Iterator[Backend]:
     from trainer.ranks.leader import leading
 
     with leading(config, model_path, build_rank(config, model_path), logs, name) as backend:
@@ -72,14 +79,12 @@ def _megatron(config: Config, model_path: Path, logs: Path | None, name: str) ->
 
 
 def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
-    """Of backend "megatron", what makes the part of each rank, on all of them at once."""
+    """What makes the part of each rank, on all of them at once."""
 
     def build(place: Place) -> Backend:
         device = rank_device(config, place)
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it says what parts of it that are not used found
-        from trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(
+        make: Callable[..., Backend] = _RANKS[config.trainer.backend]()
+        return make(
             model_path,
             trainer=config.trainer,
             algorithm=_with_length(config),
@@ -92,9 +97,28 @@ def build_rank(config: Config, model_path: Path) -> Callable[[Place], Backend]:
     return build
 
 
+def _fsdp() -> Callable[..., Backend]:
+    from transformers.utils.logging import disable_progress_bar
+
+    from trainer.fsdp.backend import FsdpBackend
+
+    disable_progress_bar()
+    return FsdpBackend
+
+
+def _megatron() -> Callable[..., Backend]:
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it says what parts of it that are not used found
+    from trainer.megatron.backend import MegatronBackend
+
+    return MegatronBackend
+
+
+_RANKS: dict[str, Callable[[], Callable[..., Backend]]] = {"torch": _fsdp, "megatron": _megatron}
+
+
 def rank_device(config: Config, place: Place) -> torch.device:
-    """Where a rank of backend "megatron" computes; to be asked before megatron-core is imported. Raises AsyncRLError
-    for more ranks than GPUs."""
+    """Where a rank computes; to be asked before megatron-core is imported. Raises AsyncRLError for more ranks than
+    GPUs."""
     import torch
 
     from trainer.model_loading import resolve_device
@@ -112,16 +136,16 @@ def follow_torchrun(config: Config, model_path: Path, place: Place, watchdog: Wa
     """Of a rank that torchrun started, other than the first: all that it does. Raises AsyncRLError."""
     from trainer.ranks.follower import follow
 
-    if config.trainer.backend == "torch":
-        raise AsyncRLError(_ONE_PROCESS.format(place.world))
+    if config.trainer.backend == "torch" and config.trainer.parallel.ranks == 1:
+        _refuse_torchrun(place)
     check_world(place, config.trainer.parallel)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for all ranks: rank 0 needs this one for a checkpoint
     follow(config, place, build_rank(config, model_path), watchdog)
 
 
 BACKENDS: dict[str, Callable[[Config, Path, Path | None, str], AbstractContextManager[Backend]]] = {
-    "torch": _on_one_process,
-    "megatron": _megatron,
+    "torch": _torch,
+    "megatron": _on_ranks,
 }
 
 

@@ -34,17 +34,23 @@ class _Unit(NamedTuple):
 
 
 def balance(
-    lengths: Sequence[int], attempts: Sequence[int], ranks: int, budget: int, quadratic: float = 0.0
+    lengths: Sequence[int],
+    attempts: Sequence[int],
+    ranks: int,
+    budget: int,
+    quadratic: float = 0.0,
+    *,
+    padded: bool = False,
 ) -> Balance:
-    """Deal rows of `lengths` tokens to `ranks`, in micro-batches of at most `budget` tokens. Rows of one attempt stay
-    together, as in `trainer.packing.pack`, and one that alone exceeds the budget gets a micro-batch of its own. The
-    same input gives the same deal. No rows: no micro-batches.
+    """Deal rows of `lengths` tokens to `ranks`, in micro-batches of at most `budget` tokens computed: with `padded`
+    that is rows × the longest. Rows of one attempt stay together, as in `trainer.packing.pack`, and one that alone
+    exceeds the budget gets a micro-batch of its own. The same input gives the same deal. No rows: no micro-batches.
 
     A row of n tokens costs n + `quadratic` · n², in units of what a token costs apart from attention: see
     `attention_share`."""
     units = _units(lengths, attempts, quadratic)
     deals = _deal(units, ranks)
-    packed = [_pack(sorted(deal, key=_longest_first), budget) for deal in deals]
+    packed = [_pack(sorted(deal, key=_longest_first), budget, lengths, padded) for deal in deals]
     count = max(map(len, packed))
     shares = []
     for micro_batches in packed:
@@ -52,6 +58,32 @@ def balance(
         spread.sort(key=lambda micro_batch: -_cost(micro_batch))
         shares.append([[row for unit in micro_batch for row in unit.rows] for micro_batch in spread])
     return Balance(shares, [_cost(deal) for deal in deals])
+
+
+class Dealer:
+    """`balance` over a step's passes: what each rank computed in all of them, for `imbalance`. `budget` and `quadratic`
+    as there."""
+
+    def __init__(self, ranks: int, budget: int, quadratic: float) -> None:
+        self._ranks, self._budget, self._quadratic = ranks, budget, quadratic
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._costs = [0.0] * self._ranks
+
+    def deal(
+        self, lengths: Sequence[int], attempts: Sequence[int], rank: int, *, padded: bool = False
+    ) -> list[list[int]]:
+        """The micro-batches of this rank."""
+        dealt = balance(lengths, attempts, self._ranks, self._budget, self._quadratic, padded=padded)
+        self._costs = [before + cost for before, cost in zip(self._costs, dealt.costs, strict=True)]
+        return dealt.shares[rank]
+
+    @property
+    def imbalance(self) -> float:
+        """Of all that was dealt since `begin`."""
+        return imbalance(self._costs)
 
 
 def imbalance(costs: Sequence[float]) -> float:
@@ -105,18 +137,21 @@ def _deal(units: Sequence[_Unit], ranks: int) -> list[list[_Unit]]:
     return [share for _, share in heap[0][2]] if heap else [[] for _ in range(ranks)]
 
 
-def _pack(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
+def _pack(units: Sequence[_Unit], budget: int, lengths: Sequence[int], padded: bool) -> list[list[_Unit]]:
     """First fit; `units` are longest first."""
+
+    def computed(some: Sequence[_Unit]) -> int:
+        rows = [row for unit in some for row in unit.rows]
+        return len(rows) * max(lengths[row] for row in rows) if padded else sum(unit.tokens for unit in some)
+
     packed: list[list[_Unit]] = []
-    room: list[int] = []
     for unit in units:
-        place = next((place for place, left in enumerate(room) if unit.tokens <= left), None)
+        fits = (place for place, some in enumerate(packed) if computed([*some, unit]) <= budget)
+        place = next(fits, None)
         if place is None:
             packed.append([unit])
-            room.append(budget - unit.tokens)
         else:
             packed[place].append(unit)
-            room[place] -= unit.tokens
     return packed
 
 

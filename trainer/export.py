@@ -50,7 +50,7 @@ def export(source: Path, folder: Path, *, merged: bool = False, model: str = "")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AsyncRLError(f"export: {folder} exists and is not an empty folder; name a new one")
     place = locate(source)
-    if (place / WEIGHTS_FILE).is_file():
+    if (place / COUNTERS_FILE).is_file() and read_counters(place).kind != "lora":
         return _export_weights(place, folder, model)
     if (place / MODEL_FILE).is_file():  # adapters/final of a policy that is whole weights
         shutil.copytree(place, folder, dirs_exist_ok=True)
@@ -117,7 +117,7 @@ def _export_weights(checkpoint: Path, folder: Path, model: str) -> str:
     """A checkpoint's whole weights, on the model they were trained from."""
     check_checkpoint(checkpoint)
     counters = read_counters(checkpoint)
-    tensors = read_snapshot(checkpoint / WEIGHTS_FILE, counters.digest).tensors
+    tensors = _read_weights(checkpoint, counters.digest)
     base = model or counters.model_path
     whole = load_model(base, str(next(iter(tensors.values())).dtype).removeprefix("torch."))
     parameters = all_parameters(whole)
@@ -128,6 +128,15 @@ def _export_weights(checkpoint: Path, folder: Path, model: str) -> str:
     fill(whole, tensors)
     write_whole(folder, whole, base)
     return whole_line(folder)
+
+
+def _read_weights(checkpoint: Path, digest: str) -> dict[str, torch.Tensor]:
+    """Of one process, or put together from the files of several ranks."""
+    if (checkpoint / WEIGHTS_FILE).is_file():
+        return dict(read_snapshot(checkpoint / WEIGHTS_FILE, digest).tensors)
+    from trainer.fsdp import saved
+
+    return saved.read_weights(checkpoint, digest)
 
 
 def _read_peft_folder(folder: Path) -> Policy:

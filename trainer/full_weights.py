@@ -65,6 +65,17 @@ class FullWeights(AdamW):
 
     def load(self, folder: Path) -> None:
         counters = optimizer_state.read_counters(folder, "full")
-        found = read_snapshot(folder / optimizer_state.WEIGHTS_FILE, counters.digest)
-        optimizer_state.restore(folder, found.tensors, self.parameters, self.optimizer)
+        if (folder / optimizer_state.WEIGHTS_FILE).is_file():
+            found = read_snapshot(folder / optimizer_state.WEIGHTS_FILE, counters.digest)
+            optimizer_state.restore(folder, found.tensors, self.parameters, self.optimizer)
+        else:
+            self._load_parts(folder, counters.digest)
         self.steps = counters.optimizer_steps
+
+    def _load_parts(self, folder: Path, digest: str) -> None:
+        """Of several ranks."""
+        from trainer.fsdp import saved
+
+        state = saved.read(folder, self.parameters)
+        saved.check_digest(folder, {name: state[name] for name in self.parameters}, digest)
+        saved.restore(state, self.parameters, self.optimizer)

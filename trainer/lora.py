@@ -17,6 +17,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from async_rl.config import TrainerConfig
 from async_rl.errors import AsyncRLError
@@ -133,7 +134,8 @@ def weight_norms(model: nn.Module, targets: Targets) -> dict[str, float]:
 
 
 def _square(weight: Any) -> float:
-    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) ** 2
+    norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
 
 
 def adapter_config(targets: Targets, trainer: TrainerConfig) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class LoraWeights(AdamW):
 
     def save(self, folder: Path) -> None:
         """adapter.safetensors (an adapter file), optimizer.safetensors and backend.json."""
-        digest = self.export(folder / optimizer_state.ADAPTER_FILE)
+        digest = write_adapter(folder / optimizer_state.ADAPTER_FILE, self.parameters, self._config)
         optimizer_state.write_moments(folder, self.parameters, self.optimizer)
         optimizer_state.write_counters(folder, optimizer_state.Counters(self.steps, digest, self.model_path, "lora"))
 

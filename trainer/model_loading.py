@@ -32,8 +32,10 @@ def load_model(path: str | Path, dtype: str) -> PreTrainedModel:
     return model
 
 
-def resolve_device(device: str) -> torch.device:
-    """A GPU for "auto" where torch sees one. Raises AsyncRLError for "cuda" where it sees none."""
+def resolve_device(device: str | torch.device) -> torch.device:
+    """A GPU for "auto" where torch sees one; a device as it is. Raises AsyncRLError for "cuda" where it sees none."""
+    if isinstance(device, torch.device):
+        return device
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise AsyncRLError('[model] device = "cuda": torch sees no GPU here; set device = "cpu" or "auto"')

@@ -4,11 +4,11 @@ is its kind's (trainer/learnable.py); how it moves, trainer/stepping.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +26,8 @@ from trainer.backend import Sample, StepResult
 from trainer.canary import Canary
 from trainer.flat_batch import Batch, unflatten
 from trainer.kinds import make_learnable
-from trainer.logprobs import Rows, Scorer, vocabulary_size
+from trainer.learnable import Learnable
+from trainer.logprobs import PAD, Rows, Scorer, vocabulary_size
 from trainer.lora import adapter_off
 from trainer.lora_weights import LoraWeights
 from trainer.model_loading import load_model, resolve_device
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from trainer.step_control.control import StepControl
 
 CONTROL_FILE = "step_control.json"
+Result = TypeVar("Result")
 
 
 class TorchBackend(Stepping):
@@ -59,11 +61,11 @@ class TorchBackend(Stepping):
         temperature: float,
         seed: int,
         dtype: str = "float32",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         steps: int = 1,
         model: PreTrainedModel | None = None,
     ) -> None:
-        refuse_several_ranks()
+        self._check_world(trainer)
         if algorithm.loss:
             load_loss(algorithm.loss)  # what cannot be imported is said before a model is loaded
         self.trainer = trainer
@@ -72,13 +74,12 @@ class TorchBackend(Stepping):
         self.model_path = str(model_path)
         self.device = resolve_device(device)
         self.model = load_model(model_path, dtype) if model is None else model
-        self.model.to(self.device)  # type: ignore[arg-type]
         # No dropout: the policy that is trained must be the one that is served.
         self.model.eval()
         self.push_sizes = push_sizes(self.model, trainer)
-        self.learnable = make_learnable(self.model, trainer, seed, self.model_path)
+        self.learnable = self._put_in_place(seed)
         self.replay = Replay(self.model) if algorithm.router_replay != "none" else None
-        self.scorer = Scorer(self.model, trainer.packing, self.replay)
+        self.scorer = self._within(lambda: Scorer(self.model, trainer.packing, self.replay))
         if trainer.activation_checkpointing:
             checkpoint_layers(self.model, self.replay.again if self.replay else nullcontext)
         self.vocabulary_size = vocabulary_size(self.model)
@@ -90,6 +91,31 @@ class TorchBackend(Stepping):
     def publishes_canary(self) -> bool:
         return isinstance(self.learnable, LoraWeights)
 
+    # --- where it is computed, which is another matter on several ranks (trainer.fsdp.backend) ------------------------
+
+    def _check_world(self, trainer: TrainerConfig) -> None:
+        refuse_several_ranks()
+
+    def _put_in_place(self, seed: int) -> Learnable:
+        """The model to its device, and what learns onto it."""
+        self.model.to(self.device)  # type: ignore[arg-type]
+        return make_learnable(self.model, self.trainer, seed, self.model_path)
+
+    def _within(self, compute: Callable[[], Result]) -> Result:
+        """`compute`, which calls the model, where all of its weights are there."""
+        return compute()
+
+    def _split(self, lengths: Sequence[int], attempts: Sequence[int]) -> list[list[int]]:
+        """Rows of these lengths as micro-batches; an empty one is computed, too, and counts for nothing."""
+        return self.scorer.split(lengths, attempts, self.trainer.micro_batch_tokens)
+
+    def _put_together(self, tensors: Sequence[torch.Tensor]) -> None:
+        """In place, where each rank has put what it computed into zeros."""
+
+    def _backward(self, loss: torch.Tensor, current: torch.Tensor) -> None:
+        if loss.requires_grad:
+            loss.backward()
+
     # --- learning ----------------------------------------------------------------------------------------------------
 
     def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
@@ -98,23 +124,25 @@ class TorchBackend(Stepping):
         return super().step(samples, rate)
 
     def _forward(self, rows: Rows, batch: Batch, where: torch.Tensor) -> tuple[torch.Tensor, TokenData]:
-        """log π_θ of a micro-batch's tokens [n], and what else the loss knows of them."""
+        """log π_θ of a micro-batch's tokens [n], and what else the loss knows of them. Of an empty one [1]."""
         data = batch.data.at(where)
-        if batch.top is None:
-            return floored(self.scorer.logprobs(rows, self.temperature)), data
-        current, expected = self.scorer.logprobs_and_mean(rows, batch.top.at(where), self.temperature)
+        if batch.top is None or not len(where):
+            return floored(self._logprobs_of(rows, self.temperature)), data
+        top = batch.top.at(where)
+        current, expected = self._within(lambda: self.scorer.logprobs_and_mean(rows, top, self.temperature))
         return floored(current), data._replace(expected=expected)
 
     def _accumulate(self, samples: Sequence[Sample], batch: Batch) -> Accumulated:
         gathered = Gathered(samples, batch, self.algorithm)
         for rows, where, members in self._micro_batches(samples, batch):
             if gathered.asks_reference:
-                gathered.put_reference(where, self._reference_logprobs(rows))
+                gathered.put_reference(where, self._reference_logprobs(rows)[: len(where)])
             with self._recording(gathered, rows, members):
                 current, data = self._forward(rows, batch, where)
-            loss = gathered.loss(current, data, where)
-            if loss.requires_grad:
-                loss.backward()
+            loss = gathered.loss(current, data, where) if len(where) else current.new_zeros(())
+            self._backward(loss, current)
+        found = [gathered.total, gathered.learning, gathered.proximal]
+        self._put_together([*found, gathered.reference] if gathered.asks_reference else found)
         return gathered.accumulated()
 
     @contextmanager
@@ -141,18 +169,34 @@ class TorchBackend(Stepping):
         """Each micro-batch, the places of its trained tokens among the batch's, int64 [n], and which samples it has."""
         lengths = [int(places[-1]) for places in batch.wanted]
         attempts = [samples[row].attempt for row in batch.rows]
-        for members in self.scorer.split(lengths, attempts, self.trainer.micro_batch_tokens):
-            theirs = [batch.rows[row] for row in members]
-            routes = [samples[index].routes for index in theirs] if self.replay else ()
-            tokens = [samples[index].tokens for index in theirs]
-            rows = self.scorer.rows(tokens, [batch.wanted[row] for row in members], routes)
-            ranges = [np.arange(batch.start[row], batch.start[row + 1]) for row in members]
-            yield rows, torch.from_numpy(np.concatenate(ranges)).to(self.device), theirs
+        tokens = [samples[index].tokens for index in batch.rows]
+        routes = [samples[index].routes for index in batch.rows] if self.replay else []
+        for members in self._split(lengths, attempts):
+            rows, where = self._rows(members, tokens, batch.wanted, batch.start, routes)
+            yield rows, where, [batch.rows[row] for row in members]
+
+    def _rows(
+        self,
+        members: Sequence[int],
+        tokens: Sequence[npt.NDArray[np.int32]],
+        wanted: Sequence[npt.NDArray[np.intp]],
+        start: npt.NDArray[np.int64],
+        routes: Sequence[npt.NDArray[np.int16] | None] = (),
+    ) -> tuple[Rows, torch.Tensor]:
+        """A micro-batch of these sequences, and the places of its wanted tokens in the flat arrays, in which those of
+        each sequence begin at `start`. Without any sequence it is one of padding, whose only token has no place."""
+        if not members:
+            nothing = self.scorer.rows([np.full(2, PAD, np.int32)], [np.array([1])])
+            return nothing, torch.zeros(0, dtype=torch.int64, device=self.device)
+        theirs = [routes[row] for row in members] if routes else ()
+        rows = self.scorer.rows([tokens[row] for row in members], [wanted[row] for row in members], theirs)
+        where = np.concatenate([np.arange(start[row], start[row + 1]) for row in members])
+        return rows, torch.from_numpy(where).to(self.device)
 
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> torch.Tensor:
         with adapter_off(self.model):
-            return floored(self.scorer.logprobs(rows, self.temperature))
+            return floored(self._logprobs_of(rows, self.temperature))
 
     def observe(self, divergence: float) -> None:
         if self.control is not None:
@@ -169,24 +213,28 @@ class TorchBackend(Stepping):
         batch = self._flatten(samples)
         flat = torch.zeros_like(batch.data.behaviour)
         for rows, where, _ in self._micro_batches(samples, batch):
-            flat[where] = self._reference_logprobs(rows)
+            flat[where] = self._reference_logprobs(rows)[: len(where)]
+        self._put_together([flat])
         return unflatten(samples, batch, flat)
 
     @torch.no_grad()
     def logprobs(
         self, tokens: Sequence[npt.NDArray[np.int32]], temperature: float = 1.0
     ) -> list[npt.NDArray[np.float32]]:
-        out = [np.zeros(max(len(sequence) - 1, 0), dtype=np.float32) for sequence in tokens]
-        long = [index for index, sequence in enumerate(tokens) if len(sequence) > 1]
-        lengths = [len(tokens[index]) - 1 for index in long]
-        for members in self.scorer.split(lengths, range(len(long)), self.trainer.micro_batch_tokens):
-            places = [np.arange(1, lengths[row] + 1) for row in members]
-            rows = self.scorer.rows([tokens[long[row]] for row in members], places)
-            values = self.scorer.logprobs(rows, temperature).float().cpu().numpy()
-            ends = np.cumsum([lengths[row] for row in members])
-            for row, part in zip(members, np.split(values, ends[:-1]), strict=True):
-                out[long[row]][:] = part
-        return out
+        long = [sequence for sequence in tokens if len(sequence) > 1]
+        wanted = [np.arange(1, len(sequence)) for sequence in long]
+        lengths = [len(places) for places in wanted]
+        start = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        flat = torch.zeros(int(start[-1]), dtype=self.dtype, device=self.device)
+        for members in self._split(lengths, range(len(long))):
+            rows, where = self._rows(members, long, wanted, start)
+            flat[where] = self._logprobs_of(rows, temperature)[: len(where)].to(self.dtype)
+        self._put_together([flat])
+        ends = np.cumsum([max(len(sequence) - 1, 0) for sequence in tokens])
+        return np.split(flat.float().cpu().numpy(), ends[:-1]) if len(tokens) else []
+
+    def _logprobs_of(self, rows: Rows, temperature: float) -> torch.Tensor:
+        return self._within(lambda: self.scorer.logprobs(rows, temperature))
 
     # --- files -------------------------------------------------------------------------------------------------------
 

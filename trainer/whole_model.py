@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
-def write_whole(folder: Path, model: PreTrainedModel, base: str | Path) -> None:
-    """The folder that `AutoModelForCausalLM.from_pretrained` reads, with the companions of the model it was made
-    of."""
-    model.save_pretrained(folder)
+def write_whole(
+    folder: Path, model: PreTrainedModel, base: str | Path, tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """The folder that `AutoModelForCausalLM.from_pretrained` reads, with the companions of the model it was made of.
+    `tensors` are its parameters by name, where the model itself has them in parts."""
+    model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
     for pattern in COMPANIONS:
         for path in sorted(Path(base).glob(pattern)):
             shutil.copy2(path, folder / path.name)

@@ -76,13 +76,19 @@ def check_installed(pools: Iterable[str] = HOUSE) -> None:
 
 
 def check_backend(config: Config) -> None:
-    """Raises AsyncRLError when the trainer's backend is not installed here."""
+    """Raises AsyncRLError when the trainer's backend is not installed here, or not offered for the model."""
     missing = [name for name in BACKENDS.get(config.trainer.backend, ()) if find_spec(name) is None]
     if missing:
         raise AsyncRLError(
             f'[trainer] backend = "{config.trainer.backend}" needs megatron-core and triton, and there is no '
             f"{' and no '.join(missing)} here: in the checkout, pip install '.[megatron]' on Python 3.12 or newer; on "
             "3.11, pip install --no-deps --ignore-requires-python -c constraints.txt megatron-core triton"
+        )
+    parallel = config.trainer.parallel
+    if config.trainer.backend == "torch" and parallel.ranks > 1 and is_mixture(config):
+        raise ConfigError(
+            f'[trainer.parallel] data = {parallel.data}: backend "torch" cuts no mixture of experts over ranks: set '
+            'data = 1, or backend = "megatron"'
         )
 
 

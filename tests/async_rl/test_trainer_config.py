@@ -42,7 +42,11 @@ BROKEN: dict[str, dict[str, Any]] = {
     'a factor update cannot carry embeddings: set publish = "snapshots"': {"kind": "sketch", "train_embeddings": True},
     'snapshot_every has no meaning with publish = "snapshots"': SNAPSHOTS | {"snapshot_every": 7},
     "carry_momentum has no meaning with momentum = 0": {"kind": "sketch", "carry_momentum": False},
-    '[trainer.parallel] has no meaning with [trainer] backend = "torch"': {"parallel": {"data": 2}},
+    '[trainer.parallel] has only `data` with [trainer] backend = "torch"': {"parallel": {"data": 2, "tensor": 2}},
+    "[trainer.step_control] is not offered over several ranks": {"parallel": {"data": 2}, "step_control": {}},
+    "[trainer] train_embeddings is not offered over several ranks": SNAPSHOTS | {
+        "parallel": {"data": 2}, "train_embeddings": True
+    },
     'backend = "megatron" trains kind = "lora" and "sketch", not "full"': {"kind": "full", "backend": "megatron"},
     'dtype = "bfloat16": [trainer] kind = "sketch" with backend = "megatron"': {
         "kind": "sketch", "backend": "megatron", "sections": {"model": {"dtype": "bfloat16"}},
@@ -130,4 +134,5 @@ def test_a_layout_is_told_in_a_line() -> None:
     assert describe_trainer(config.trainer) == (
         "lora on megatron over 4 ranks (tensor 2 × pipeline 2, sequence), rank 16, learning rate 0.0002"
     )
+    assert describe_trainer(made(parallel={"data": 2}).trainer).startswith("lora on torch over 2 ranks (data 2), rank")
     assert describe_trainer(made(backend="megatron").trainer).startswith("lora on megatron over 1 rank,")

@@ -27,7 +27,7 @@ from async_rl.schema import ConfigError
 from trainer.algorithm.custom import load_loss
 from trainer.algorithm.tokens import floored
 from trainer.backend import Sample, StepResult
-from trainer.balance import attention_share, balance, imbalance
+from trainer.balance import Dealer, attention_share
 from trainer.canary import Canary
 from trainer.flat_batch import Batch, flatten, unflatten
 from trainer.head import Mixture
@@ -91,8 +91,7 @@ class MegatronBackend(Stepping):
         self.push_sizes = push_sizes(skeleton(self.model.config).to(kind), trainer)
         self.vocabulary_size = int(self.model.config.vocab_size)
         self.dtype = torch.promote_types(kind, torch.float32)
-        self._attention_share = _attention_share(self.model.config)
-        self._costs = [0.0] * trainer.parallel.data
+        self._dealer = Dealer(trainer.parallel.data, trainer.micro_batch_tokens, _attention_share(self.model.config))
         self._counts: list[Counts] = []
 
     def _check_algorithm(self) -> None:
@@ -116,9 +115,10 @@ class MegatronBackend(Stepping):
     def step(self, samples: Sequence[Sample], rate: float) -> StepResult:
         """See `Stepping.step`. One more metric: `rank_imbalance`, what the busiest copy of the model computed in units
         of the mean, in all passes of the step together."""
-        self._costs, self._counts = [0.0] * len(self._costs), []
+        self._dealer.begin()
+        self._counts = []
         result = super().step(samples, rate)
-        result.metrics["rank_imbalance"] = imbalance(self._costs)
+        result.metrics["rank_imbalance"] = self._dealer.imbalance
         return result
 
     def _flatten(self, samples: Sequence[Sample]) -> Batch:
@@ -169,16 +169,10 @@ class MegatronBackend(Stepping):
     def _share_of_batch(self, samples: Sequence[Sample], batch: Batch) -> list[MicroBatch]:
         """The micro-batches of this rank's copy of the model."""
         lengths = [int(places[-1]) for places in batch.wanted]
-        dealt = self._deal(lengths, [samples[row].attempt for row in batch.rows])
+        dealt = self._dealer.deal(lengths, [samples[row].attempt for row in batch.rows], self.model.groups.dp.rank())
         tokens = [samples[index].tokens for index in batch.rows]
         routes = [samples[index].routes for index in batch.rows] if self._replays else []
         return [self._micro_batch(members, tokens, batch.wanted, batch.start, routes) for members in dealt]
-
-    def _deal(self, lengths: Sequence[int], attempts: Sequence[int]) -> list[list[int]]:
-        data = self.model.groups.dp
-        dealt = balance(lengths, attempts, data.size(), self.trainer.micro_batch_tokens, self._attention_share)
-        self._costs = [before + cost for before, cost in zip(self._costs, dealt.costs, strict=True)]
-        return dealt.shares[data.rank()]
 
     def _micro_batch(
         self,
@@ -296,7 +290,7 @@ class MegatronBackend(Stepping):
         wanted = [np.arange(1, len(sequence)) for sequence in long]
         lengths = [len(places) for places in wanted]
         start = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        dealt = self._deal(lengths, range(len(long)))
+        dealt = self._dealer.deal(lengths, range(len(long)), self.model.groups.dp.rank())
         share = [self._micro_batch(members, long, wanted, start) for members in dealt]
         flat = torch.zeros(int(start[-1]), dtype=self.dtype, device=self.device)
         self._run(share, self._take(share, partial(_put, flat)), temperature, learns=False)

@@ -1,17 +1,16 @@
-"""What ranks tell one another about adapters: sums of gradients, the whole adapter on rank 0, whether all went well.
+"""What ranks tell one another about adapters: sums of gradients, the whole adapter on rank 0.
 
 Every function is called on all ranks at once."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from async_rl.errors import AsyncRLError
 from trainer.megatron.slices import Axis, Owners, Piece, whole
 
 _GROUP_NAMES: dict[Axis, str] = {
@@ -79,49 +78,3 @@ def gather(tensors: Mapping[str, torch.Tensor], owners: Owners) -> dict[str, tor
         for piece, part in zip(theirs, parts, strict=True):
             full[piece.name][piece.index] = part.view(piece.local_shape).cpu()
     return full
-
-
-def ranks_that(is_so: bool, device: torch.device) -> list[int]:
-    """Those on which it is so, on every rank."""
-    bits = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    bits[dist.get_rank()] = int(is_so)
-    dist.all_reduce(bits)
-    return bits.nonzero().flatten().tolist()
-
-
-def agree(error: Exception | None, what: str, device: torch.device) -> None:
-    """Raises on every rank when there is an error on one: its own where it is, else AsyncRLError that says which rank
-    was the first to have one, and which. `what` says what was tried."""
-    ranks = dist.get_world_size()
-    first = torch.full((1,), ranks if error is None else dist.get_rank(), dtype=torch.int64, device=device)
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    rank = int(first)
-    if rank == ranks:
-        return
-    said = _from_rank(rank, str(error).encode(), device).decode(errors="replace")
-    if error is not None:
-        raise error
-    raise AsyncRLError(f"{what} failed on rank {rank}: {said}")
-
-
-def _from_rank(rank: int, message: bytes, device: torch.device) -> bytes:
-    """The message that this rank has, on every rank."""
-    size = torch.tensor([len(message)], device=device)
-    dist.broadcast(size, rank)
-    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == rank and message:
-        data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    dist.broadcast(data, rank)
-    return data.cpu().numpy().tobytes()
-
-
-def on_rank_0(make: Callable[[], str], what: str, device: torch.device) -> str:
-    """What `make` returns on rank 0, on every rank. Raises on all when it raises there."""
-    digest, error = "", None
-    if dist.get_rank() == 0:
-        try:
-            digest = make()
-        except Exception as raised:
-            error = raised
-    agree(error, what, device)
-    return _from_rank(0, digest.encode(), device).decode()

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_rl.errors import AsyncRLError
-from trainer.megatron import collect
 from trainer.megatron.pieces import Piece, pieces, tensor_names
+from trainer.ranks import agreement
 
 if TYPE_CHECKING:
     from trainer.megatron.model import ShardedModel
@@ -205,7 +205,7 @@ def write(
             error = _error_of(partial(files.add, name, value), folder)
     if rank == 0 and error is None:
         error = _error_of(files.finish, folder)
-    collect.agree(error, "writing the whole model", model.device)
+    agreement.agree(error, "writing the whole model", model.device)
 
 
 def _error_of(step: Callable[[], None], folder: Path) -> AsyncRLError | None:

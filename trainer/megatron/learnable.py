@@ -39,6 +39,7 @@ from trainer.megatron.slices import (
     whole,
 )
 from trainer.optimizer_state import Counters, read_counters, write_counters
+from trainer.ranks import agreement
 from trainer.targets import Target, Targets, resolve_targets
 
 log = logging.getLogger("trainer")
@@ -110,14 +111,14 @@ class LoraShards(AdamW):
         see."""
         counters = Counters(self.steps, self._digest(), self.model_path, "lora")
         mine, error = self.owners.of(dist.get_rank()), None
-        writing = collect.ranks_that(bool(mine), self.model.device)
+        writing = agreement.ranks_that(bool(mine), self.model.device)
         try:
             if mine:
                 own = (mine, self.parameters, self.optimizer)
                 saved.write_shard(folder, counters, dist.get_rank(), writing, *own, self._config)
         except Exception as raised:
             error = raised
-        collect.agree(error, f"writing a part of checkpoint {folder}", self.model.device)
+        agreement.agree(error, f"writing a part of checkpoint {folder}", self.model.device)
 
         def write() -> str:
             write_counters(folder, counters)
@@ -133,7 +134,7 @@ class LoraShards(AdamW):
             state = saved.read_state(folder, counters, self.pieces.values(), whole(self.plan), self._config)
         except Exception as raised:
             error = raised
-        collect.agree(error, f"reading checkpoint {folder}", self.model.device)
+        agreement.agree(error, f"reading checkpoint {folder}", self.model.device)
         assert counters is not None
         assert state is not None
         saved.restore(state, self.parameters, self.optimizer)
@@ -145,7 +146,7 @@ class LoraShards(AdamW):
         return self._on_rank_0(lambda: policy_digest(tensors, self._config), "reading the policy's digest")
 
     def _on_rank_0(self, make: Callable[[], str], what: str) -> str:
-        return collect.on_rank_0(make, what, self.model.device)
+        return agreement.on_rank_0(make, what, self.model.device)
 
     @property
     def _config(self) -> dict[str, Any]:

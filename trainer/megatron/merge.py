@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from async_rl.errors import AsyncRLError
-from trainer.megatron import collect, hf_weights
+from trainer.megatron import hf_weights
 from trainer.megatron.lora import Adapters
 from trainer.megatron.model import ShardedModel
 from trainer.megatron.pieces import Piece
+from trainer.ranks import agreement
 from trainer.whole_model import COMPANIONS
 
 
@@ -54,7 +55,7 @@ def _write(model: ShardedModel, folder: Path, base: str, value_of: Callable[[Pie
         shutil.rmtree(part, ignore_errors=True)  # of one that was killed
     try:
         hf_weights.write(model, part, value_of)
-        collect.on_rank_0(finish, f"writing {folder}", model.device)
+        agreement.on_rank_0(finish, f"writing {folder}", model.device)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(part, ignore_errors=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from trainer import optimizer_state
 from trainer.adamw import AdamW, Deltas
 from trainer.learnable import Proposal
 from trainer.sketch import saved
-from trainer.sketch.applying import take_step
+from trainer.sketch.applying import take_step, warn_of_noise
 from trainer.sketch.attach import attach_sketches, table
 from trainer.sketch.chain import Chain, read_link
 from trainer.sketch.ratio import weight_energy
@@ -55,7 +55,7 @@ class SketchWeights:
         self.model_path = model_path
         self.blocks, self.sketches, self.projections = attach_sketches(model, trainer, seed)
         log.info("sketches:\n%s", table(self.blocks))
-        self.storage = _storage(self.parameters)
+        self.storage = storage_of(self.parameters)
         self.rounds = self.storage == "bfloat16"
         check_momentum(trainer, self.blocks)
         self.embeddings = _embeddings(model, trainer)
@@ -128,13 +128,7 @@ class SketchWeights:
         self.memory = step.memory
         self.steps += 1
         redraw(self.projections, self.blocks, self.memory, self.trainer, self.steps)
-        if self.rounding_noise is not None and self.rounding_noise > 1:
-            log.warning(
-                "step %d: rounding to bfloat16 is %.1f times the update; a larger update_ratio, or float32, would "
-                "drown less of it",
-                self.steps,
-                self.rounding_noise,
-            )
+        warn_of_noise(self.rounding_noise, self.steps)
 
     def move(self, norm: float, rate: float) -> None:
         self.take(self.propose(norm, rate), 1)
@@ -255,7 +249,8 @@ def _embeddings(model: PreTrainedModel, trainer: TrainerConfig) -> AdamW | None:
     return AdamW(parameters, trainer)
 
 
-def _storage(parameters: dict[str, torch.Tensor]) -> Storage:
+def storage_of(parameters: Mapping[str, torch.Tensor]) -> Storage:
+    """Raises ConfigError for weights that are not kept."""
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1 or not dtypes <= STORAGE.keys():
         raise ConfigError(
