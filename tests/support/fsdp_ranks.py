@@ -17,12 +17,12 @@ from trainer.torch_backend import TorchBackend
 ALGORITHM: dict[str, Any] = {"treatment": "clip", "ratio_low": 0.5, "ratio_high": 1.5, "surrogate": "ppo"}
 ANCHORED = ALGORITHM | {"reference_kl": "k3", "reference_kl_weight": 0.1}
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": TRAINER | {"learning_rate": 1e-3},
+    "lora": TRAINER | {"learning_rate": 2e-4},
     "sketch": {"kind": "sketch", "rank": 8, "update_ratio": 1e-3},
     "full": {"kind": "full", "learning_rate": 5e-4, "weight_decay": 0.01},
 }
 """By kind, [trainer]."""
-RATES = {"lora": 1e-3, "full": 5e-4, "sketch": 1e-3}
+RATES = {"lora": 2e-4, "full": 5e-4, "sketch": 1e-3}
 
 
 def make(
