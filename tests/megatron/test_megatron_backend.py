@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from backend_ranks import life, live, make
+from backend_ranks import life, live, make, same
 from rank_pool import run_ranks
 from sharded_models import make_model
 
@@ -53,24 +52,6 @@ def lives(folder: Path, world: int, cases: list[Case]) -> list[tuple[Case, dict[
         for one, other in zip(by_rank[0], others, strict=True):
             same(one, other, 0.0)
     return list(zip(cases, by_rank[0], strict=True))
-
-
-def same(one: Any, other: Any, tolerance: float, where: str = "") -> None:
-    """Plain data with arrays in it; floats to `tolerance`, of the largest where there are several."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            same(value, other[key], tolerance, f"{where} {key}")
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            same(mine, theirs, tolerance, where)
-    elif isinstance(one, (float, np.ndarray)):
-        assert np.shape(one) == np.shape(other)
-        gap, largest = (float(np.max(np.abs(values), initial=0.0)) for values in (np.asarray(one) - other, other))
-        assert gap <= tolerance * max(1.0, largest), (where, one, other)
-    else:
-        assert one == other, where
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR)])

@@ -75,6 +75,24 @@ def make(kind: Callable[..., Backend], model: Path, trainer: dict[str, Any], dev
     )  # fmt: skip
 
 
+def same(one: Any, other: Any, tolerance: float, where: str = "") -> None:
+    """Plain data with arrays in it; floats to `tolerance`, of the largest where there are several."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            same(value, other[key], tolerance, f"{where} {key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            same(mine, theirs, tolerance, where)
+    elif isinstance(one, (float, np.ndarray)):
+        assert np.shape(one) == np.shape(other)
+        gap, largest = (float(np.max(np.abs(values), initial=0.0)) for values in (np.asarray(one) - other, other))
+        assert gap <= tolerance * max(1.0, largest), (where, one, other)
+    else:
+        assert one == other, where
+
+
 # --- on the ranks ----------------------------------------------------------------------------------------------------
 
 

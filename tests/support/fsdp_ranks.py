@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import backend_options
+import backend_ranks
 import torch
 import torch.distributed as dist
 from backend_ranks import SEED, TEMPERATURE, TRAINER, batch
@@ -17,12 +19,12 @@ from trainer.torch_backend import TorchBackend
 ALGORITHM: dict[str, Any] = {"treatment": "clip", "ratio_low": 0.5, "ratio_high": 1.5, "surrogate": "ppo"}
 ANCHORED = ALGORITHM | {"reference_kl": "k3", "reference_kl_weight": 0.1}
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": TRAINER | {"learning_rate": 2e-4},
+    "lora": TRAINER | {"learning_rate": 1e-3},
     "sketch": {"kind": "sketch", "rank": 8, "update_ratio": 1e-3},
     "full": {"kind": "full", "learning_rate": 5e-4, "weight_decay": 0.01},
 }
 """By kind, [trainer]."""
-RATES = {"lora": 2e-4, "full": 5e-4, "sketch": 1e-3}
+RATES = {"lora": 1e-3, "full": 5e-4, "sketch": 1e-3}
 
 
 def make(
@@ -85,6 +87,27 @@ def courses(payload: list[dict[str, Any]]) -> list[dict[str, Any]]:
                ("folder", "start")))
         for case in payload
     ]  # fmt: skip
+
+
+def live(payload: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case (model, folder, trainer): `backend_ranks.life`."""
+    from trainer.fsdp.backend import FsdpBackend
+
+    parallel = {"parallel": ParallelConfig(data=dist.get_world_size())}
+    out = []
+    for case in payload:
+        backend = backend_ranks.make(FsdpBackend, Path(case["model"]), case["trainer"] | parallel, "cpu")
+        out.append(backend_ranks.life(backend, Path(case["folder"])))
+    return out
+
+
+def centred(model: str) -> list[dict[str, Any]]:
+    """Two steps with centred scores."""
+    from trainer.fsdp.backend import FsdpBackend
+
+    algorithm = AlgorithmConfig(**backend_options.CENTRED)
+    parallel = {"parallel": ParallelConfig(data=dist.get_world_size())}
+    return backend_options.steps(backend_options.make(FsdpBackend, model, algorithm, parallel, "cpu"), algorithm)
 
 
 def _rank() -> int:

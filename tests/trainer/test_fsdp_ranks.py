@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from fsdp_ranks import KINDS, course, courses, make, recorded
 from rank_pool import run_ranks
-from sharded_models import make_model
+from sharded_models import SIZES
+from tiny_lm import save_qwen3
 
 from trainer.optimizer_state import read_counters
 from trainer.torch_backend import TorchBackend
@@ -27,7 +28,8 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model = make_model("tied", folder / "model")
+        # Log-probabilities near those of a real policy: of larger ones the last bits alone are 1e-5 of a loss.
+        self.model = save_qwen3(folder / "model", std=0.1, tie_word_embeddings=True, **SIZES)
         self.batches = recorded(self.model, STEPS)
         self.alone = {kind: self.of_one(kind, self.checkpoint(kind, 0)) for kind in KINDS}
         self.on_ranks: Found = {}
