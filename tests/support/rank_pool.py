@@ -1,6 +1,6 @@
 """Functions run on several ranks at once, over gloo on this machine.
 
-Ranks are forked from a server that has imported torch, megatron-core and our backend once (some ten seconds, for a
+Ranks are forked from a server that has imported torch, megatron-core (if it is there) and our backends once (some ten seconds, for a
 whole test run); each rank is then there in a tenth of a second. Put many cases into one call all the same: groups cost
 time too.
 """
@@ -28,6 +28,7 @@ PRELOAD = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "trainer.megatron.learnable",
     "trainer.megatron.passes",
+    "trainer.fsdp.backend",
 )
 # Compiling is nothing for models this small; each rank would start compilers of its own. On the network of this
 # machine alone, whatever its host name resolves to.

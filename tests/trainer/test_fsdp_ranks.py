@@ -15,7 +15,7 @@ from tiny_lm import save_qwen3
 from trainer.optimizer_state import read_counters
 from trainer.torch_backend import TorchBackend
 
-pytestmark = [pytest.mark.scale, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.scale, pytest.mark.timeout(600)]
 
 STEPS = 3
 SMALL = {"micro_batch_tokens": 24}  # several micro-batches on each rank
