@@ -1,8 +1,8 @@
 """Functions run on several ranks at once, over gloo on this machine.
 
 Ranks are forked from a server that has imported torch, megatron-core (if it is there) and our backends once (some ten
-seconds, for a whole test run); each rank is then there in a tenth of a second. Put many cases into one call all the same: groups cost
-time too.
+seconds, for a whole test run); each rank is then there in a tenth of a second. Put many cases into one call all the
+same: groups cost time too.
 """
 
 from __future__ import annotations
