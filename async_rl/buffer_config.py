@@ -16,6 +16,10 @@ from async_rl.schema import ConfigError, Count, Fraction, PositiveFloat, Positiv
 class BufferConfig(Section, frozen=True, kw_only=True):
     endpoint: str = "auto"
     store_endpoint: str = "auto"
+    shards: PositiveInt = 1
+    """How many processes the buffer runs as. Shard i has the tickets n with n mod shards = i, by the same rules, and
+    the trainer draws an equal part of each batch from every one. Several: `endpoint` of a fixed port stands for as many
+    ports in a row."""
     keys: str = ""
     """A folder made by `async-rl keys`: every link is encrypted, and only who is listed there comes in. Needed for
     addresses beyond this machine."""
@@ -105,8 +109,27 @@ def batches_held(buffer: BufferConfig) -> int:
     return 1 + (buffer.max_staleness + 1 if buffer.reuse > 1 else 0)
 
 
+def check_shards(buffer: BufferConfig) -> None:
+    """Every shard draws an equal part of a batch, and has an equal part of the window. Raises ConfigError."""
+    shards = buffer.shards
+    fresh = fresh_groups(buffer.groups_per_step, buffer.reuse)
+    parts = {
+        f"groups_per_step = {buffer.groups_per_step}": buffer.groups_per_step,
+        f"the {fresh} new groups of a batch (groups_per_step / reuse)": fresh,
+    }
+    if buffer.order == "windowed":
+        parts[f"window = {buffer.window}"] = buffer.window
+    for what, number in parts.items():
+        if number % shards:
+            raise ConfigError(
+                f"[buffer] shards = {shards} does not divide {what}: every shard has an equal part of it: choose a "
+                f"multiple of {shards}, or other shards"
+            )
+
+
 def check_buffer(buffer: BufferConfig) -> None:
     """Refuse what does not go together. Raises ConfigError."""
+    check_shards(buffer)
     if buffer.order != "windowed" and buffer.window != 1:
         raise ConfigError(
             f'[buffer] window has no meaning with order = "{buffer.order}": remove it or set order = "windowed"'

@@ -60,6 +60,7 @@ def pacing(config: Config) -> dict[str, str]:
         "buffer.on_stale": buffer.on_stale,
         "buffer.groups_per_step": str(buffer.groups_per_step),
         "buffer.group_size": str(buffer.group_size),
+        "buffer.shards": str(buffer.shards),
     }
 
 

@@ -52,9 +52,9 @@ def lend(replay: Replay, now: float, effects: list[Effect]) -> None:
         replay.draw_pending = False
         good = [list(group.good.values()) for group in replay.lent]
         payloads = tuple([held.payload for each in good for held in each])
-        uses = replay.groups.pool.uses
+        uses, ticket = replay.groups.pool.uses, replay.rules.ticket
         pairs = zip(replay.lent, good, strict=True)
-        lent = tuple([batch_group(group, each, now, uses(group.ticket)) for group, each in pairs])
+        lent = tuple([batch_group(ticket(group.ticket), group, each, now, uses(group.ticket)) for group, each in pairs])
         effects.append(LendBatch(replay.confirmed_batches, replay.confirmed_batches, lent, payloads))
 
 

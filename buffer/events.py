@@ -65,10 +65,12 @@ class NodeRefused(Event, frozen=True, tag=True, array_like=True):
 
 
 class NodeWanted(Event, frozen=True, tag=True, array_like=True):
-    """Samples the node has asked for in total since it joined (see NodeWants)."""
+    """Samples the node has asked for in total since it joined; `once`: what of it cannot be leased now it will look for
+    elsewhere (see NodeWants)."""
 
     node: str
     total_samples: int
+    once: bool = False
 
 
 class NodeLost(Event, frozen=True, tag=True, array_like=True):
@@ -205,6 +207,13 @@ class Effect(msgspec.Struct, frozen=True, gc=False):
 class GrantLease(Effect, frozen=True):
     node: str
     lease: Lease
+
+
+class NothingFree(Effect, frozen=True):
+    """Of what the node asked for once there is no more for it now, and it is forgotten; `granted` as NodeWanted."""
+
+    node: str
+    granted: int
 
 
 class MoveLease(Effect, frozen=True):

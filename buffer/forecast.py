@@ -45,7 +45,8 @@ class Forecast(NamedTuple):
     """Of one simulated run, or the mean of several (`runs`; `events` and `took_s` are then all of theirs, and
     `staleness_max` the most of any). `tokens_per_s` are trained; `wasted` is the share of sampled training tokens that
     were never trained, `dropped` says by reason how many attempts; `error` is not empty when a run could not go on. The
-    spreads are standard deviations between runs that differ by chance alone; 0 of a single one."""
+    spreads are standard deviations between runs that differ by chance alone; 0 of a single one.
+    `control_messages` are those to and from the buffer that carry no attempt, for each attempt that came back."""
 
     nodes: int
     steps_per_s: float
@@ -64,6 +65,7 @@ class Forecast(NamedTuple):
     runs: int = 1
     steps_per_s_spread: float = 0.0
     staleness_spread: float = 0.0
+    control_messages: float = 0.0
 
 
 def average_forecast(rules: Rules, scenario: Scenario) -> Forecast:
@@ -96,6 +98,7 @@ def averaged(forecasts: Sequence[Forecast]) -> Forecast:
         trainer_idle=mean("trainer_idle"),
         steps=mean("steps"),
         virtual_s=mean("virtual_s"),
+        control_messages=mean("control_messages"),
         staleness_max=max(each.staleness_max for each in forecasts),
         dropped={reason: statistics.fmean(each.dropped.get(reason, 0) for each in forecasts) for reason in reasons},
         events=sum(each.events for each in forecasts),
@@ -142,6 +145,7 @@ def forecast(rules: Rules, scenario: Scenario) -> Forecast:
         events=result.events,
         took_s=time.perf_counter() - started,
         error=result.error,
+        control_messages=sum(result.control.values()) / result.results if result.results else 0.0,
     )
 
 
@@ -178,7 +182,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in (
         "nodes", "steps/s", "±", "trained tok/s", "staleness mean", "±", "max", "wasted tokens", "idle nodes",
-        "idle trainer", "runs", "events", "took",
+        "idle trainer", "messages", "runs", "events", "took",
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("dropped attempts")
@@ -190,7 +194,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
         table.add_row(
             str(item.nodes), f"{item.steps_per_s:.4g}", rate, f"{item.tokens_per_s:.5g}", f"{item.staleness_mean:.2f}",
             age, str(item.staleness_max), f"{item.wasted:.2%}", f"{item.nodes_idle:.1%}", f"{item.trainer_idle:.1%}",
-            str(item.runs), str(item.events), f"{item.took_s:.1f} s", dropped,
+            f"{item.control_messages:.2g}", str(item.runs), str(item.events), f"{item.took_s:.1f} s", dropped,
         )  # fmt: skip
     return table
 

@@ -216,13 +216,13 @@ class Groups:
     def _check_tries(self, group: Group, tries: int, why: str) -> None:
         if tries >= self._rules.max_tries and not self.exhausted:
             self.exhausted = (
-                f"ticket {group.ticket} has failed {tries} times, which is buffer.max_tries "
+                f"ticket {self._rules.ticket(group.ticket)} has failed {tries} times, which is buffer.max_tries "
                 f"(task instance {group.instance}, last {why}): look at the task, or raise buffer.max_tries"
             )
 
     def _choose(self, ticket: int, try_: int) -> int:
         self.exhausted = self.exhausted or self.instances.why_none()
-        return self.instances.choose(ticket, try_)
+        return self.instances.choose(self._rules.ticket(ticket), try_)
 
     def _renew(self, group: Group, why: Renewal) -> None:
         """Drop all attempts; the ticket starts again with another instance. A reservation stays."""
@@ -386,9 +386,10 @@ def order_of(rules: Rules) -> Order:
     return NewestFirst(rules.fresh_groups) if rules.newest_first else Order(rules.fresh_groups, rules.window)
 
 
-def batch_group(group: Group, good: Sequence[Held], now: float, uses: int) -> BatchGroup:
-    """How a group that is lent at `now` with these attempts, for the (uses + 1)-th time, is named to the trainer."""
+def batch_group(ticket: int, group: Group, good: Sequence[Held], now: float, uses: int) -> BatchGroup:
+    """How a group that is lent at `now` with these attempts, for the (uses + 1)-th time, is named to the trainer, by
+    the run's number of its ticket."""
     return BatchGroup(
-        group.ticket, group.try_, group.instance, len(good), tuple([held.arrived for held in good]),
+        ticket, group.try_, group.instance, len(good), tuple([held.arrived for held in good]),
         tuple([now - held.since for held in good]), now - group.leased_at, uses,
     )  # fmt: skip

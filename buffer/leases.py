@@ -124,14 +124,22 @@ class Leases:
     """All open leases. The time-out is one constant, so they fall due in the order of granting, which is that of their
     numbers: no queue is needed, only how far it has been looked at.
 
+    Numbers rise by `step` from `first`: of several shards each has its own, so that a lease names its shard.
+
     A record is small and they lie in pages because there may be a million, and what a result costs then is the number
     of places that it touches in memory which nobody has touched for long."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, first: int = 0, step: int = 1) -> None:
         self.timeout = timeout
-        self.next_lease = 0
+        self.granted = 0
+        """How many leases there were."""
+        self._first, self._step = first, step
         self._pages: dict[int, Page] = {}
         self._looked_at = 0
+
+    @property
+    def next_lease(self) -> int:
+        return self.granted * self._step + self._first
 
     def grant(self, holder: Node, ticket: int, min_version: int, now: float) -> LeaseRecord:
         """A training lease with an empty account: the ledger issues its attempts."""
@@ -143,20 +151,21 @@ class Leases:
         return record
 
     def _open(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        number = self.next_lease
-        page = self._pages.get(number // PAGE)
+        place = self.granted
+        page = self._pages.get(place // PAGE)
         if page is None:
-            page = self._pages[number // PAGE] = Page()
+            page = self._pages[place // PAGE] = Page()
         page.count += 1
-        page.records[number % PAGE] = record
-        page.deadlines[number % PAGE] = now + self.timeout
-        self.next_lease = number + 1
+        page.records[place % PAGE] = record
+        page.deadlines[place % PAGE] = now + self.timeout
+        self.granted = place + 1
         return record
 
     def find(self, lease: int) -> LeaseRecord | None:
         """The lease, if it is open."""
-        page = self._pages.get(lease // PAGE)
-        return None if page is None else page.records[lease % PAGE]
+        place, shard = divmod(lease, self._step)
+        page = self._pages.get(place // PAGE)
+        return None if page is None or shard != self._first else page.records[place % PAGE]
 
     def holder(self, lease: int) -> str:
         """Whose lease it is, if it is open; empty otherwise."""
@@ -165,11 +174,12 @@ class Leases:
 
     def close(self, record: LeaseRecord) -> None:
         """Nothing is owed under it any more."""
-        page = self._pages[record.lease // PAGE]
-        page.records[record.lease % PAGE] = None
+        place = record.lease // self._step
+        page = self._pages[place // PAGE]
+        page.records[place % PAGE] = None
         page.count -= 1
         if not page.count:
-            del self._pages[record.lease // PAGE]
+            del self._pages[place // PAGE]
 
     @property
     def open(self) -> dict[int, LeaseRecord]:
@@ -181,10 +191,11 @@ class Leases:
         """Open leases whose deadline has passed, oldest first, each told of once; they stay open until they are
         closed. Looks at every lease once in its life."""
         out = []
-        while self._looked_at < self.next_lease:
-            record = self.find(self._looked_at)
-            if record is not None:
-                if self._pages[record.lease // PAGE].deadlines[record.lease % PAGE] > now:
+        while self._looked_at < self.granted:
+            page = self._pages.get(self._looked_at // PAGE)
+            record = None if page is None else page.records[self._looked_at % PAGE]
+            if page is not None and record is not None:
+                if page.deadlines[self._looked_at % PAGE] > now:
                     break
                 out.append(record)
             self._looked_at += 1
@@ -192,8 +203,8 @@ class Leases:
 
     def resume_at(self, next_lease: int) -> None:
         """Leases below were granted before a resume, and are closed."""
-        self.next_lease = self._looked_at = next_lease
+        self.granted = self._looked_at = next_lease // self._step
 
     def was_issued(self, lease: int) -> bool:
         """Whether such a lease can ever have existed (in this run or before a resume)."""
-        return 0 <= lease < self.next_lease
+        return 0 <= lease < self.next_lease and lease % self._step == self._first

@@ -163,6 +163,14 @@ class Nodes:
         node.wanted = max(node.wanted, total_samples)
         self._file(node)
 
+    def forgets(self, node: Node) -> bool:
+        """The node takes its demand elsewhere; whether there was any."""
+        if node.wanted <= node.granted:
+            return False
+        node.wanted = node.granted
+        self._file(node)
+        return True
+
     def granted(self, node: Node, samples: int) -> None:
         """The node goes to the end of its queue, so that groups spread over the nodes."""
         node.granted += samples

@@ -43,6 +43,7 @@ from buffer.events import (
     NodeJoined,
     NodeLost,
     NodeWanted,
+    NothingFree,
     ResultArrived,
     ResultRefused,
     ResultsArrived,
@@ -69,7 +70,7 @@ class Replay:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.groups = Groups(rules)
-        self.leases = Leases(rules.lease_timeout)
+        self.leases = Leases(rules.lease_timeout, rules.shard, rules.shards)
         self.nodes = Nodes()
         self.quarantine = Quarantine(self.nodes, rules.max_staleness)
         self.evaluations = Evaluations(rules.eval_share, rules.max_tries, rules.one_copy)
@@ -175,6 +176,8 @@ class Replay:
             if self.handovers.parked:
                 leaving.move_leases(self, effects)
             self._lease_training(now, effects)
+            if isinstance(event, NodeWanted) and event.once:
+                self._answer(event, effects)
         return effects
 
     def end(self, error: str, effects: list[Effect]) -> None:
@@ -202,6 +205,12 @@ class Replay:
         node = self.known(event.node)
         if node is not None:
             self.nodes.wants(node, event.total_samples)
+
+    def _answer(self, event: NodeWanted, effects: list[Effect]) -> None:
+        """A node that asks several shards is told when to ask the next one, and nothing is kept for it here."""
+        node = self.nodes.get(event.node)
+        if node is not None and self.nodes.forgets(node):
+            effects.append(NothingFree(node.name, node.granted))
 
     def _node_lost(self, event: NodeLost, now: float, effects: list[Effect]) -> None:
         node = self.known(event.node)
@@ -382,9 +391,10 @@ class Replay:
     def message_of(self, lease: LeaseRecord, group: Group, samples: tuple[int, ...]) -> Lease:
         """A training lease as its node is told of it."""
         rules = self.rules
-        seeds = train_seeds(rules.run_seed, group.ticket, group.try_, samples, group.retries)
+        ticket = rules.ticket(group.ticket)
+        seeds = train_seeds(rules.run_seed, ticket, group.try_, samples, group.retries)
         return Lease(
-            lease.lease, group.ticket, group.try_, group.instance, "train", samples, seeds, lease.min_version,
+            lease.lease, ticket, group.try_, group.instance, "train", samples, seeds, lease.min_version,
             rules.sampling, only_policy(self.published, lease.min_version) if rules.deterministic else None,
         )  # fmt: skip
 

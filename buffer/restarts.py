@@ -25,13 +25,18 @@ if TYPE_CHECKING:
 
 FIXED = (
     "run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling", "deterministic",
-    "newest_first", "reuse",
+    "newest_first", "reuse", "shards", "shard",
 )  # fmt: skip
 """Rules that tickets which exist already were made by."""
 
 
 def why_not_adopted(old: Rules, new: Rules) -> str:
     """Why a buffer that has worked by `old` rules cannot go on by the `new` ones; empty when it can."""
+    if old.shards != new.shards:
+        return (
+            f"the journal is of one of {old.shards} shards, and buffer.shards is {new.shards}: each has tickets of its "
+            f"own, which others cannot take up: resume with buffer.shards = {old.shards}, or begin a new run"
+        )
     differ = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
     values = "; ".join(f"{name} was {getattr(old, name)}, and is {getattr(new, name)}" for name in differ)
     if old.instances and new.instances and old.instances != new.instances:
@@ -76,7 +81,7 @@ def why_not_the_same(published: Policies, policy: PolicyId) -> str:
 def resumed(replay: Replay, event: Resumed, now: float, effects: list[Effect]) -> None:
     progress, rules = event.progress, replay.rules
     spent = progress.next_ticket - len(progress.open_tickets)
-    if replay.leases.next_lease or replay.confirmed_batches:
+    if replay.leases.granted or replay.confirmed_batches:
         replay.end("a checkpoint is resumed into a buffer that is in use: start the buffer anew", effects)
     elif spent != progress.confirmed_batches * rules.fresh_groups:
         replay.end(

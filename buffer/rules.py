@@ -26,7 +26,12 @@ class Rules(NamedTuple):
     `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). `instances` is how
     many the task has, where their history decides (buffer.instances), else 0. `one_copy`: a node has room for the
     policy that it serves and for no other. `nodes`: how many the run begins with, 0 when nobody knows. Times are in
-    seconds."""
+    seconds.
+
+    With `shards` N the rules of a whole run name it, and `of_shard` makes those of each: B, F, W and the capacity are
+    then an N-th, and ticket m of shard i is ticket m N + i of the run. Admission and orders count in their own tickets:
+    m < (v + 1 + K_a) F / N for all shards is n < (v + 1 + K_a) F, so what holds in each shard holds for the run. K_a is
+    the run's (with a window it might be larger in a shard)."""
 
     run_seed: int
     steps: int
@@ -57,11 +62,28 @@ class Rules(NamedTuple):
     adaptive_k3: float = 0.05
     one_copy: bool = False
     nodes: int = 0
+    shards: int = 1
+    shard: int = 0
 
     @property
     def fresh_groups(self) -> int:
         """F: the new groups of a batch; tickets are counted in these."""
         return fresh_groups(self.groups_per_step, self.reuse)
+
+    def ticket(self, local: int) -> int:
+        """The run's number of a shard's own ticket: what instance and seeds come from, and what people see."""
+        return local * self.shards + self.shard
+
+
+def of_shard(rules: Rules, shard: int) -> Rules:
+    """The rules that one shard of a run goes by; a run's own where there is one shard."""
+    parts = rules.shards
+    return rules._replace(
+        shard=shard,
+        groups_per_step=rules.groups_per_step // parts,
+        window=rules.window if rules.window in (1, ENDLESS) else rules.window // parts,
+        capacity_bytes=rules.capacity_bytes // parts,
+    )
 
 
 def rules_from_config(config: Config, *, together: bool = False) -> Rules:
@@ -98,5 +120,6 @@ def rules_from_config(config: Config, *, together: bool = False) -> Rules:
         adaptive_ess=buffer.adaptive_ess,
         adaptive_k3=buffer.adaptive_k3,
         one_copy=config.trainer.kind != "lora",
+        shards=buffer.shards,
         nodes=node_count(inference) if together else 0,
     )

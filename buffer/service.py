@@ -46,6 +46,7 @@ from async_rl.wire.messages import (
     NodeServing,
     NodeTrouble,
     NodeWants,
+    NothingFree,
     PolicyPublished,
     Results,
     Status,
@@ -63,7 +64,7 @@ from buffer.collector import collect_young_only
 from buffer.departures import Departures
 from buffer.observed import Observed
 from buffer.recorder import Recorder
-from buffer.rules import rules_from_config
+from buffer.rules import of_shard, rules_from_config
 
 log = logging.getLogger("buffer")
 
@@ -101,7 +102,8 @@ class Service:
             self._attendance.say, self._send, self._attendance.ready.keys(), self._read_results
         )
         self._finished: Finish | None = None
-        self._apply(events.BufferStarted(rules_from_config(context.config, together=context.together)))
+        rules = rules_from_config(context.config, together=context.together)
+        self._apply(events.BufferStarted(of_shard(rules, context.shard)))
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -191,8 +193,9 @@ class Service:
         self._attendance.say(received.peer, events.NodeHeld(received.peer, message.policy, message.proof))
 
     def _on_wants(self, received: Received) -> None:
-        self._observed.wants[received.peer] = received.message
-        self._attendance.say(received.peer, events.NodeWanted(received.peer, received.message.total_samples))
+        message: NodeWants = received.message
+        self._observed.wants[received.peer] = message
+        self._attendance.say(received.peer, events.NodeWanted(received.peer, message.total_samples, message.once))
 
     def _on_trouble(self, received: Received) -> None:
         message: NodeTrouble = received.message
@@ -263,6 +266,7 @@ class Service:
 
     def _carry_out(self, effects: Sequence[events.Effect]) -> None:
         grants: dict[str, list[Lease]] = defaultdict(list)
+        refused: list[events.NothingFree] = []  # who is told after what there was
         for effect in effects:
             match effect:
                 case events.GrantLease(node, lease):
@@ -272,6 +276,8 @@ class Service:
                     self._send(node, TakeOver(lease, inline), blobs)
                 case events.MoveLease(node, lease, _):  # a restart may have cost its prefixes: it is sampled anew
                     grants[node].append(lease)
+                case events.NothingFree():
+                    refused.append(effect)
                 case events.CancelLease(node, lease_id, reason):
                     self._send(node, Cancel((lease_id,), reason))
                 case events.LendBatch():
@@ -293,6 +299,8 @@ class Service:
                     self._stop_everyone(error, error)
         for node, leases in grants.items():
             self._send(node, Leases(tuple(leases)))
+        for nothing in refused:
+            self._send(nothing.node, NothingFree(nothing.granted))
 
     def _send(self, peer: str, message: Message, blobs: Sequence[bytes | memoryview] = ()) -> None:
         """To a peer that may have left since: then its PeerLost is on the way, and settles what this was about."""
@@ -376,7 +384,7 @@ class Service:
 
 def body(context: PoolContext, kind: type[Recorder] = Recorder) -> None:
     collect_young_only()
-    server = listen(context, context.directory.endpoint)
+    server = listen(context, context.directory.endpoints[context.shard])
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)
     with context.watchdog.working("plays the journal through"):
         recorder = open_recorder(context, kind)
@@ -390,7 +398,8 @@ def body(context: PoolContext, kind: type[Recorder] = Recorder) -> None:
 def open_recorder(context: PoolContext, kind: type[Recorder]) -> Recorder:
     """The run's journal, played through if there is one. Raises JournalError."""
     started, directory, config = time.monotonic(), context.directory, context.config
-    recorder = kind(directory.journal, directory.run_id, rules_from_config(config), config.buffer.fsync)
+    rules, journal = of_shard(rules_from_config(config), context.shard), directory.shard_journal(context.shard)
+    recorder = kind(journal, directory.run_id, rules, config.buffer.fsync)
     if recorder.torn:
         log.warning("cut off the journal's torn end: %s from byte %d on", recorder.torn.path, recorder.torn.offset)
     if recorder.recovered_events:

@@ -9,31 +9,40 @@ everything that goes wrong with them. The same seed gives the same run. Times ar
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from async_rl.asking import Ask, Asking
+from async_rl.shards import home_shard, shard_of, split_dispositions, total, whole_batch
+from async_rl.version import PolicyId
 from async_rl.wire.messages import Lease
 from buffer.events import (
     AnyEvent,
+    BatchConfirmed,
     CancelLease,
+    DrawRequested,
     Effect,
     EndRun,
     EvalFinished,
+    EvalRequested,
     GrantLease,
     LendBatch,
     NodeAttested,
     NodeJoined,
     NodeLost,
     NodeWanted,
+    NothingFree,
+    PolicyRegistered,
     ResultArrived,
     ResultsArrived,
     RunFinished,
     Ticked,
 )
 from buffer.replay import Replay
-from buffer.rules import Rules
+from buffer.rules import Rules, of_shard
 from buffer.scenario import BLOCK, Scenario, Shapes, numbers, samples_asked
 from buffer.virtual_node import ENDED, NEVER, Job, VirtualEngine
 from buffer.virtual_pushes import IDLE, Pushes
@@ -41,13 +50,19 @@ from buffer.virtual_results import Outcomes
 from buffer.virtual_trainer import StepRecord, VirtualTrainer
 
 TICKS_PER_TIMEOUT = 4  # how often deadlines are looked at, for each lease time-out
+CONTROL: Mapping[type, str] = {
+    NodeJoined: "ready", NodeAttested: "serving", NodeWanted: "wants", PolicyRegistered: "published",
+    DrawRequested: "draw", BatchConfirmed: "confirm", EvalRequested: "eval",
+}  # fmt: skip
+"""Events that a message of a node or of the trainer brings, by what the message is for."""
 
 
 class SimulationResult(NamedTuple):
     """`steps` confirmed in `seconds`; `error` is empty unless the run ended early, and says why. Staleness is counted
     per token lent to the trainer. Idle fractions are of the trainer's time, and of the live nodes'. Token counts are of
     training samples; `sampled_tokens` includes those that came to nothing, `trained_tokens` has each once however often
-    it trains (`reused`: see buffer.reuse)."""
+    it trains (`reused`: see buffer.reuse). `control` are the messages between the shards of the buffer and their peers
+    that carry no trajectory, by kind; `results` the attempts that came back. Ledgers are those of all shards."""
 
     steps: int
     seconds: float
@@ -65,6 +80,8 @@ class SimulationResult(NamedTuple):
     trained_tokens: int
     log: tuple[StepRecord, ...]
     reused: dict[str, int]
+    control: dict[str, int]
+    results: int
 
     @property
     def max_staleness(self) -> int:
@@ -80,18 +97,24 @@ class _Node:
     """One life of a node; a node that joins again is a new one of the same name and place."""
 
     __slots__ = (
-        "ahead", "alive", "asked", "closed", "due", "engine", "granted", "jobs", "joined_at", "lost_to_buffer", "name",
-        "place", "touched",
+        "ahead", "alive", "asking", "closed", "due", "engine", "jobs", "joined_at", "leases", "lost_to_buffer", "name",
+        "place", "touched", "turns_at", "untold",
     )  # fmt: skip
 
-    def __init__(self, name: str, place: int, engine: VirtualEngine, ahead: int, now: float) -> None:
+    def __init__(
+        self, name: str, place: int, engine: VirtualEngine, ahead: int, now: float, asking: Asking, shards: int
+    ) -> None:
         self.name = name
         self.place = place
         self.engine = engine
         self.ahead = ahead
         self.joined_at = now
         self.jobs: dict[int, list[Job]] = {}  # by lease; what is not with the buffer yet
-        self.closed = self.asked = self.granted = 0  # training samples; closed are delivered or cancelled
+        self.closed = 0  # training samples: delivered or cancelled
+        self.asking = asking
+        self.untold: list[list[PolicyId]] = [[] for _ in range(shards)]  # policies, oldest first, to be attested
+        self.leases = [0] * shards  # open ones
+        self.turns_at = NEVER
         self.due = NEVER
         self.alive = True
         self.lost_to_buffer = False
@@ -104,13 +127,17 @@ class Simulation:
     def __init__(self, rules: Rules, scenario: Scenario, check: Callable[[Replay, float], None] | None = None) -> None:
         self.rules = rules
         self.scenario = scenario
-        self.replay = Replay(rules)
+        self.replays = [Replay(of_shard(rules, shard)) for shard in range(rules.shards)]
         self.now = 0.0
         self._check = check
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._events = 0
-        self._max_bytes = 0
+        self._held_bytes = [0] * rules.shards
+        self._max_bytes = self._all_bytes = 0
+        self._parts: dict[int, LendBatch] = {}  # of the batch, by shard
+        self._control: Counter[str] = Counter()
+        self._results = 0
         self._error = ""
         self._evaluations: list[EvalFinished] = []
         # A stream for each thing that is random, so that a change in one leaves the others' draws as they were.
@@ -158,15 +185,15 @@ class Simulation:
                 act(*arguments)
 
     def _result(self) -> SimulationResult:
-        replay, trainer = self.replay, self._trainer
+        replays, trainer = self.replays, self._trainer
         return SimulationResult(
-            steps=replay.confirmed_batches,
+            steps=min(replay.confirmed_batches for replay in replays),
             seconds=self.now,
             error=self._error,
             staleness=dict(trainer.staleness),
-            ledger=replay.ledger,
-            eval_ledger=replay.eval_ledger,
-            outside=replay.outside,
+            ledger=total(replay.ledger for replay in replays),
+            eval_ledger=total(replay.eval_ledger for replay in replays),
+            outside=total(replay.outside for replay in replays),
             evaluations=tuple(self._evaluations),
             trainer_idle=sum(record.draw_wait_s for record in trainer.log) / self.now if self.now else 0.0,
             nodes_idle=1.0 - self._busy_s / self._node_s if self._node_s else 0.0,
@@ -175,7 +202,9 @@ class Simulation:
             sampled_tokens=self._sampled - self._eval_tokens,
             trained_tokens=trainer.trained_tokens,
             log=tuple(trainer.log),
-            reused=replay.reused,
+            reused=total(replay.reused for replay in replays),
+            control=dict(self._control),
+            results=self._results,
         )
 
     # --- the clock, and the way into the rules -----------------------------------------------------------------------
@@ -185,34 +214,69 @@ class Simulation:
         heapq.heappush(self._queue, (self.now + delay, self._count, act, arguments))
 
     def apply(self, event: AnyEvent) -> None:
-        effects = self.replay.apply(event, self.now)
-        self._events += 1
-        if self._check is not None:
-            self._check(self.replay, self.now)
-        if effects:
-            self._max_bytes = max(self._max_bytes, self.replay.groups.credit.held_bytes)
-            for effect in effects:
-                self._carry_out(effect)
+        """What the trainer says, or the clock: every shard hears of it, or its own part."""
+        shards = len(self.replays)
+        if shards == 1 or isinstance(event, EvalRequested):
+            self._tell(0, event)
+        elif isinstance(event, BatchConfirmed):
+            for shard, part in enumerate(split_dispositions(event.dispositions, shards)):
+                self._tell(shard, BatchConfirmed(event.batch, part, event.ess, event.k3))
+        else:
+            for shard in range(shards):
+                self._tell(shard, event)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _tell(self, shard: int, event: AnyEvent) -> None:
+        replay = self.replays[shard]
+        effects = replay.apply(event, self.now)
+        self._events += 1
+        if (kind := CONTROL.get(type(event))) is not None:
+            self._control[kind] += 1
+        if self._check is not None:
+            self._check(replay, self.now)
+        if effects:
+            held = replay.groups.credit.held_bytes
+            self._all_bytes += held - self._held_bytes[shard]
+            self._held_bytes[shard] = held
+            self._max_bytes = max(self._max_bytes, self._all_bytes)
+            for effect in effects:
+                self._carry_out(shard, effect)
+            # Grants to one node that follow from one event are one message.
+            self._control["leases"] += len({each.node for each in effects if isinstance(each, GrantLease)})
+
+    def _carry_out(self, shard: int, effect: Effect) -> None:
         match effect:
             case GrantLease(node=name, lease=lease):
-                self._take(self._nodes[name], lease)
+                self._take(self._nodes[name], shard, lease)
+            case NothingFree(node=name, granted=granted):
+                self._control["nothing free"] += 1
+                self._nodes[name].asking.refused(shard, granted)
             case CancelLease(node=name, lease=lease_id):
+                self._control["cancel"] += 1
                 self._drop(self._nodes[name], lease_id)
             case LendBatch():
-                self._trainer.lend(effect)
+                self._lend(shard, effect)
             case EvalFinished():
                 self._evaluations.append(effect)
             case EndRun(error=error):
                 self._error = error
 
+    def _lend(self, shard: int, part: LendBatch) -> None:
+        """The trainer has a batch when it has every shard's part."""
+        self._parts[shard] = part
+        if len(self._parts) == len(self.replays):
+            parts = [(self._parts[each].groups, self._parts[each].payloads) for each in range(len(self.replays))]
+            groups, payloads = whole_batch(parts)
+            self._parts = {}
+            self._trainer.lend(LendBatch(part.batch, part.for_version, tuple(groups), tuple(payloads)))
+
     def _tick(self) -> None:
         """Deadlines are looked at, the trainer's own included."""
         self.at(self.rules.lease_timeout / TICKS_PER_TIMEOUT, self._tick)
         self.apply(Ticked())
-        if self.replay.draw_pending and self.now - self._trainer.drawn_at > self.scenario.draw_timeout_s:
-            self._error = f"stuck after {self.replay.confirmed_batches} steps: {self.replay.waiting(self.now)}"
+        if self.now - self._trainer.drawn_at > self.scenario.draw_timeout_s:
+            for replay in self.replays:
+                if replay.draw_pending and not self._error:
+                    self._error = f"stuck after {replay.confirmed_batches} steps: {replay.waiting(self.now)}"
 
     # --- a node's life -----------------------------------------------------------------------------------------------
 
@@ -224,7 +288,10 @@ class Simulation:
         scenario = self.scenario
         factor = self._factors.uniform(1.0, scenario.slowest)
         engine = VirtualEngine(scenario.slots, scenario.speed, factor, scenario.in_flight)
-        node = _Node(name, place, engine, samples_asked(scenario.slots, self.rules.group_size), self.now)
+        shards = len(self.replays)
+        asking = Asking(shards, self.rules.group_size, home_shard(name, shards))
+        ahead = samples_asked(scenario.slots, self.rules.group_size)
+        node = _Node(name, place, engine, ahead, self.now, asking, shards)
         self._nodes[name] = self._at_place[place] = node
         self.apply(NodeJoined(name, scenario.slots))
         self._pushes.join(place, self.now)
@@ -251,7 +318,21 @@ class Simulation:
             engine.flip(policy, self.now)
             if self.scenario.in_flight == "recompute":
                 self._touch(node)
-            self.apply(NodeAttested(node.name, policy))
+            node.asking.flipped(self.now)
+            for shard, untold in enumerate(node.untold):
+                if not node.leases[shard]:
+                    untold.clear()  # no token of these will come there
+                untold.append(policy)
+                if shard == 0 or node.asking.waits_at(shard):
+                    self._attest(node, shard)
+            self._watch_turn(node)
+
+    def _attest(self, node: _Node, shard: int) -> None:
+        """A shard need not know what a node has served until tokens of that come, or it is asked for work; but for the
+        first, which evaluates."""
+        untold, node.untold[shard] = node.untold[shard] if node.alive else [], []
+        for policy in untold:
+            self._tell(shard, NodeAttested(node.name, policy))
 
     def _die(self, node: _Node) -> None:
         serves = node.engine.policy is not None
@@ -287,14 +368,36 @@ class Simulation:
     # --- a node's work -----------------------------------------------------------------------------------------------
 
     def _ask(self, node: _Node) -> None:
-        """Tell the demand, as a running total. As long as samples that were asked for are outstanding the buffer knows
-        that this node waits, and would do nothing else if it heard more."""
+        """Tell the demand. As long as samples that were asked for are outstanding one buffer knows that this node
+        waits, and would do nothing else if it heard more; of several, others may be asked for the rest."""
+        if not node.alive or node.engine.policy is None or (len(self.replays) == 1 and node.asking.outstanding):
+            return
         wanted = int(node.closed + node.engine.spared) + node.ahead
-        if node.alive and node.engine.policy is not None and wanted > node.granted:
-            node.asked = wanted
-            self.apply(NodeWanted(node.name, wanted))
+        while asks := node.asking.wants(wanted, self.now):
+            self._send(node, asks)
+            if len(self.replays) == 1:
+                return
+        self._watch_turn(node)
 
-    def _take(self, node: _Node, lease: Lease) -> None:
+    def _send(self, node: _Node, asks: Sequence[Ask]) -> None:
+        for shard, total_samples, once in asks:
+            self._attest(node, shard)
+            self._tell(shard, NodeWanted(node.name, total_samples, once))
+
+    def _watch_turn(self, node: _Node) -> None:
+        due = node.asking.turn_at
+        if due < node.turns_at:
+            node.turns_at = due
+            self.at(due - self.now, self._turn, node)
+
+    def _turn(self, node: _Node) -> None:
+        node.turns_at = NEVER
+        if node.alive:
+            self._send(node, node.asking.turn(self.now))
+            self._ask(node)
+            self._watch_turn(node)
+
+    def _take(self, node: _Node, shard: int, lease: Lease) -> None:
         if not node.alive:
             return
         if self.scenario.whole_groups:
@@ -302,10 +405,11 @@ class Simulation:
         else:
             jobs = [self._job(lease, (sample,), self._shapes.single()) for sample in lease.samples]
         node.jobs[lease.lease] = jobs
+        node.leases[shard] += 1
         for job in jobs:
             node.engine.submit(job, self.now)
         if lease.split == "train":
-            node.granted += len(lease.samples)
+            node.asking.granted(shard, len(lease.samples))
         self._touch(node)
 
     def _job(self, lease: Lease, samples: tuple[int, ...], shape: tuple[int, float, int]) -> Job:
@@ -334,8 +438,7 @@ class Simulation:
         while self._touched:
             node = self._touched.pop()
             node.touched = False
-            if node.asked <= node.granted:
-                self._ask(node)
+            self._ask(node)
             due = node.engine.due()
             if due == self.now:
                 node.due = due
@@ -363,16 +466,17 @@ class Simulation:
         """One message with all that ended together."""
         if not (node.alive or node.lost_to_buffer):
             return
-        results: list[ResultArrived] = []
+        by_shard: dict[int, list[ResultArrived]] = defaultdict(list)
         for job in ended:
             if job.open:
                 self._close(node, job)
                 self._eval_tokens += job.tokens if job.lease.split == "eval" else 0
-                results += self._outcomes.of(node.name, job)
-        if results:
-            self.apply(results[0] if len(results) == 1 else ResultsArrived(tuple(results)))
-        if node.asked <= node.granted:
-            self._ask(node)
+                by_shard[shard_of(job.lease.lease, len(self.replays))] += self._outcomes.of(node.name, job)
+        for shard, results in by_shard.items():
+            self._results += len(results)
+            self._attest(node, shard)
+            self._tell(shard, results[0] if len(results) == 1 else ResultsArrived(tuple(results)))
+        self._ask(node)
 
     def _close(self, node: _Node, job: Job) -> None:
         job.open = False
@@ -381,6 +485,7 @@ class Simulation:
         jobs.remove(job)
         if not jobs:
             del node.jobs[job.lease.lease]
+            node.leases[shard_of(job.lease.lease, len(self.replays))] -= 1
 
 
 def _uniform(rng: np.random.Generator) -> Iterator[float]:

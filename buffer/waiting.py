@@ -28,20 +28,20 @@ def who_waits(replay: Replay, now: float) -> str:
 
 def _ticket(replay: Replay, ticket: int) -> str:
     """The ticket that holds up the batch, and why it does."""
-    group = replay.groups.by_ticket.get(ticket)
+    group, name = replay.groups.by_ticket.get(ticket), replay.rules.ticket(ticket)
     if group is not None and group.out:
         holders = sorted({lease.node for lease in replay.leases.open.values() if lease.ticket == ticket})
         size = replay.rules.group_size
-        return f"ticket {ticket} (leased to {', '.join(holders)}, {len(group.good)} of {size} samples)"
+        return f"ticket {name} (leased to {', '.join(holders)}, {len(group.good)} of {size} samples)"
     ready = list(replay.nodes.ready())
     if not ready:
-        return f"ticket {ticket} (not leased: no node is ready, {_states(replay)})"
+        return f"ticket {name} (not leased: no node is ready, {_states(replay)})"
     need = least_version(ticket, replay.lead, replay.rules.fresh_groups)
     able = [node for node in ready if node.version >= need]
     if not able:
         newest = max(node.version for node in ready)
-        return f"ticket {ticket} (not leased: it needs a node at version {need}, the newest node is at {newest})"
-    return f"ticket {ticket} (not leased: none of {len(able)} nodes at version {need} or newer asks for work)"
+        return f"ticket {name} (not leased: it needs a node at version {need}, the newest node is at {newest})"
+    return f"ticket {name} (not leased: none of {len(able)} nodes at version {need} or newer asks for work)"
 
 
 def _nodes(replay: Replay) -> str:

@@ -28,10 +28,12 @@ from async_rl.run.model_cache import model_path
 from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.run.scratch import Scratch
+from async_rl.run.shard_links import BufferLink, clients_of
+from async_rl.shards import shard_of
 from async_rl.tasks.registry import load_task
-from async_rl.trajectory import Trajectory, decode_trajectory, pack_trajectory
+from async_rl.trajectory import Trajectory, decode_trajectory
 from async_rl.version import PolicyId
-from async_rl.wire.link import Client, LinkError, Received
+from async_rl.wire.link import LinkError, Received
 from async_rl.wire.messages import (
     Cancel,
     Compared,
@@ -42,12 +44,13 @@ from async_rl.wire.messages import (
     NodeReady,
     NodeTrouble,
     NodeWants,
-    Results,
+    NothingFree,
     Stop,
     TakeOver,
     words,
 )
-from async_rl.wire.payloads import coalesce, pack_payloads, unpack_payloads
+from async_rl.wire.payloads import unpack_payloads
+from inference.buffer_talk import BufferTalk
 from inference.departure import SETTLE_S, Departure
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
@@ -72,29 +75,28 @@ class Node:
     NeedsRestart when its engine died."""
 
     def __init__(
-        self, context: PoolContext, ready: NodeReady, engine: Engine, book: RolloutBook, buffer: Client,
+        self, context: PoolContext, ready: NodeReady, engine: Engine, book: RolloutBook, buffer: BufferLink,
         puller: PolicyPuller, scorer: Scorer, inbox: queue.SimpleQueue[object], gauges: NodeGauges,
     ) -> None:  # fmt: skip
         config = context.config.inference
         self._stopping = context.stopping
         self._engine = engine
         self._book = book
-        self._buffer = buffer
+        self._talk = BufferTalk(buffer, context.name, context.config.buffer.group_size, book.leases)
         self._puller = puller
         self._scorer = scorer
         self._inbox = inbox
         self._gauges = gauges
-        self._prover = Prover(engine, context.config.run.seed, buffer.send)
+        self._prover = Prover(engine, context.config.run.seed, self._talk.send)
         self._exporter = context.exporter
         self._watchdog = context.watchdog
         self._serving = Serving(
             engine, config.in_flight, config.flip_timeout, puller.ask, self._report_trouble, self._cannot_start,
             self._prover.holds, book.pinned, puller.again, context.watchdog.working,
         )  # fmt: skip
-        self._departure = Departure(book, self._serving, config.handover, buffer.send)
+        self._departure = Departure(book, self._serving, config.handover, self._talk.send)
         self._grace_s = context.config.launch.grace
         self._group_size = context.config.buffer.group_size
-        self._wanted = 0
         self._started = time.monotonic()
         self._reported = 0.0
         self._busy_s = 0.0
@@ -105,7 +107,6 @@ class Node:
         self._outbox: list[Trajectory] = []
         self._ready = ready
         self._life = secrets.token_hex(8)
-        self._sessions = 0
         self._over: Stop | None = None
         self._late: PolicyId | None = None  # the last policy of which the buffer heard that it did not come
 
@@ -126,18 +127,19 @@ class Node:
                 raise NeedsRestart(str(died)) from died
 
     def _work(self) -> None:
-        self._sessions = self._buffer.sessions
-        self._introduce()
+        self._talk.begin()
+        for shard in range(self._talk.shards):
+            self._introduce(shard)
         while self._over is None:
             self._watchdog.beat("decodes" if self._can_step else "waits for leases from the buffer")
             self._read_inbox(self._patience)
-            if self._buffer.sessions > self._sessions:
-                self._sessions = self._buffer.sessions
-                self._introduce("the buffer was started again, or has forgotten this node")
+            for shard in self._talk.new_shards():
+                self._introduce(shard, "the buffer was started again, or has forgotten this node")
             flipped = self._serving.advance(time.monotonic())
             if flipped is not None:
                 self._gauges.flipped(flipped.load_ms / 1e3)
                 self._puller.serves(flipped.installed.policy)
+                self._talk.asking.flipped(time.monotonic())
                 self._watchdog.note(f"flipped to policy {flipped.installed.policy.short()}")
                 self._prover.flipped(flipped.installed, flipped.load_ms)
             for completion in self._step():
@@ -164,7 +166,7 @@ class Node:
 
     def _settle(self) -> None:
         try:
-            self._buffer.flush(SETTLE_S)
+            self._talk.flush(SETTLE_S)
         except LinkError as lost:
             log.warning("what is left of this node's leases may be lost: %s", lost)
 
@@ -224,8 +226,10 @@ class Node:
                     self._on_cancel(lease_id)
             case Received(message=Compared(policy, far, bound)):
                 log.info("%s %s: %s", policy.name, policy.short(), within(far, bound))
+            case Received(message=NothingFree(granted)):
+                self._talk.asking.refused(self._talk.shard_of(item), granted)
             case Received(message=Introduce(reason)):
-                self._introduce(reason)
+                self._introduce(self._talk.shard_of(item), reason)
             case Received(message=Stop()):
                 self._over = item.message
             case Scored():
@@ -239,7 +243,7 @@ class Node:
                 if policy != self._late:  # once, however often it is tried
                     self._late = policy
                     self._gauges.failed()
-                    self._buffer.send(NodeTrouble(policy, words(error)))
+                    self._talk.send(NodeTrouble(policy, words(error)))
                 if not again:
                     self._serving.fetch_failed(policy, error)
             case LinkError():
@@ -255,6 +259,7 @@ class Node:
     def _on_lease(self, lease: Lease) -> None:
         if self._book.has(lease.lease):
             return  # sent again, as the buffer could not know that it had come
+        self._count(lease)
         if self._departure.began:
             self._departure.refuse(lease)
         else:
@@ -263,6 +268,7 @@ class Node:
     def _on_take_over(self, received: Received) -> None:
         """Go on with what another node began; if this one leaves too by now, whoever is next does."""
         message: TakeOver = received.message
+        self._count(message.lease)
         if self._departure.began:
             self._departure.pass_on(message.prefixes, received.blobs)
             return
@@ -271,6 +277,10 @@ class Node:
         self._start(
             message.lease, lambda: self._book.take_over(message.lease, [decode_trajectory(each) for each in payloads])
         )
+
+    def _count(self, lease: Lease) -> None:
+        if lease.split == "train":
+            self._talk.asking.granted(shard_of(lease.lease, self._talk.shards), len(lease.samples))
 
     def _start(self, lease: Lease, open_lease: Callable[[], Sequence[Request | ToScore]]) -> None:
         try:
@@ -296,19 +306,17 @@ class Node:
         if lease.policy is None and serving is not None and serving.version < lease.min_version:
             raise EngineError(f"it is for version {lease.min_version} or newer, and {serving.short()} serves")
 
-    def _introduce(self, reason: str = "") -> None:
-        """Say what this node is, what it works on, and what it serves. The buffer answers with what it misses, and
-        cancels what is not its any more."""
+    def _introduce(self, shard: int, reason: str = "") -> None:
+        """Say what this node is, what it works on for this shard of the buffer, and what it serves. The buffer answers
+        with what it misses, and cancels what is not its any more."""
         if reason:
             log.warning("introduced again: %s", reason)
         self._send_results()  # first: what is sent is not held
-        self._buffer.send(
-            msgspec.structs.replace(
-                self._ready, life=self._life, holds=tuple(self._book.leases()), granted=self._book.granted
-            )
-        )
-        self._prover.again()
-        self._departure.say_again()
+        holds, granted = self._talk.leases_of(shard), self._talk.asking.given(shard)
+        with self._talk.only(shard):
+            self._talk.send(msgspec.structs.replace(self._ready, life=self._life, holds=holds, granted=granted))
+            self._prover.again()
+            self._departure.say_again()
 
     def _on_cancel(self, lease_id: int) -> None:
         for key in self._book.cancel(lease_id):
@@ -336,12 +344,10 @@ class Node:
     # --- what the buffer hears ---------------------------------------------------------------------------------------
 
     def _send_results(self) -> None:
-        encoded = [pack_trajectory(trajectory) for trajectory in self._outbox]
-        self._outbox.clear()
-        for batch in coalesce(encoded):
+        outbox, self._outbox = self._outbox, []
+        for shard, results, blobs in self._talk.results(outbox):
             reached("node.before-results")
-            inline, blobs = pack_payloads(batch)
-            self._buffer.send(Results(inline), blobs)
+            self._talk.tell(shard, results, blobs)
 
     def _send_wants(self) -> None:
         """Ask for as many samples as the engine would have in flight, and for a few more, so that who comes next need
@@ -350,11 +356,14 @@ class Node:
             return
         now, limit = time.monotonic(), self._engine.limit
         wanted = self._book.closed_training_samples + limit + max(self._group_size, limit // 4)
-        if wanted > self._wanted or now - self._reported > REPORT_S:
-            self._wanted, self._reported = max(wanted, self._wanted), now
-            alive_s = now - self._started
-            numbers = (self._busy_s, alive_s, self._sampled_tokens, self._decode_steps, limit)
-            self._buffer.send(NodeWants(self._wanted, *numbers))
+        asking = self._talk.asking
+        asks = asking.turn(now) + asking.wants(wanted, now)
+        if not asks and now - self._reported > REPORT_S:
+            asks = [asking.repeat()]
+        for shard, total_samples, once in asks:
+            self._reported = now
+            numbers = (self._busy_s, now - self._started, self._sampled_tokens, self._decode_steps, limit)
+            self._talk.tell(shard, NodeWants(total_samples, *numbers, once))
 
     def _report_trouble(self, policy: PolicyId, error: str) -> None:
         """The engine refused it; the buffer leases this node nothing until it serves a later one."""
@@ -362,7 +371,7 @@ class Node:
         serving = self._engine.serving
         goes_on = f"{serving.short()} goes on serving" if serving else "nothing serves yet"
         log.error("policy %s %s: %s; %s", policy.name, policy.short(), error, goes_on)
-        self._buffer.send(NodeTrouble(policy, words(error), refused=True))
+        self._talk.send(NodeTrouble(policy, words(error), refused=True))
 
     def _reading(self) -> Reading:
         return self._gauges.reading(
@@ -390,7 +399,8 @@ def body(context: PoolContext) -> None:
         relaying = relaying_of(context)
         puller = PolicyPuller(store, scratch.path, inbox, engine.capabilities.in_place, engine.read, relaying)
         book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
-        gauges = NodeGauges(config.inference.slots, {"buffer": buffer, "store": store}, relaying.relay)
+        links = {client.peer: client for client in (*clients_of(buffer), store)}
+        gauges = NodeGauges(config.inference.slots, links, relaying.relay)
         settle()
         try:
             Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()

@@ -20,6 +20,7 @@ from async_rl.config import Config
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
 from async_rl.routes import RouteShape, check_routes, routes_of
+from async_rl.shards import whole_batch
 from async_rl.top_tokens import check_top, top_of
 from async_rl.trajectory import (
     MaskReason,
@@ -32,7 +33,7 @@ from async_rl.trajectory import (
 from async_rl.version import is_stale, judged_version, token_versions, tokens_of
 from async_rl.wire.link import Received
 from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome
-from async_rl.wire.payloads import unpack_payloads
+from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES, NORMALISATIONS
 from trainer.algorithm.ratios import k3_of
 from trainer.algorithm.reference_kl import attempt_penalties
@@ -107,6 +108,22 @@ def prepare(
         batch.groups,
         trajectories,
     )
+
+
+def whole_draw(parts: Sequence[Received]) -> Received:
+    """The batch whose parts the buffer's shards have lent, as one buffer would have lent it. Raises AsyncRLError when a
+    part does not hold the trajectories that its groups declare."""
+    if len(parts) == 1:
+        return parts[0]
+    first: Batch = parts[0].message
+    try:
+        drawn = [(part.message.groups, unpack_payloads(part.message.trajectories, part.blobs)) for part in parts]
+        groups, payloads = whole_batch(drawn)
+    except ValueError as error:
+        raise AsyncRLError(f"batch {first.batch}: {error}") from error
+    inline, blobs = pack_payloads([memoryview(payload) for payload in payloads])
+    batch = Batch(first.batch, first.for_version, tuple(groups), inline)
+    return Received(parts[0].peer, batch, [memoryview(blob) for blob in blobs])
 
 
 def with_reference_kl(batch: TrainingBatch, backend: Backend, credit: CreditConfig) -> TrainingBatch:

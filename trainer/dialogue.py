@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from async_rl.errors import AsyncRLError
+from async_rl.run.shard_links import BufferLink, ShardLinks, clients_of
 from async_rl.run.watchdog import Watchdog
-from async_rl.wire.link import Client, LinkTimeout, Received
-from async_rl.wire.messages import Message, StatusRequest
-from async_rl.wire.seen import Seen
+from async_rl.shards import shard_name, whole_status
+from async_rl.wire.link import LinkTimeout, Received
+from async_rl.wire.messages import Message, Status, StatusRequest
+from async_rl.wire.seen import NOTHING_SEEN, Seen
 
 log = logging.getLogger("learner")
 
@@ -33,52 +35,81 @@ def anything(message: Any) -> bool:
 
 
 class Dialogue:
-    """`introduction` is what a buffer that does not know this trainer (yet, or any more) has to hear first; `passing`
-    hears every message that comes while the trainer waits, whatever it waits for; `seen` says what of the buffer's
-    history it has heard of."""
+    """`introduction` is what a shard of the buffer (the only one is 0) that does not know this trainer (yet, or any
+    more) has to hear first; `passing` hears every message that comes while the trainer waits, whatever it waits for;
+    of the shards' accounts the whole one. `seen` says what of the first one's history it has heard of."""
 
     def __init__(
         self,
-        buffer: Client,
-        introduction: Callable[[], Iterable[Message]],
+        buffer: BufferLink,
+        introduction: Callable[[int], Iterable[Message]],
         passing: Callable[[Message], None],
         seen: Callable[[], Seen],
         stopping: threading.Event,
         watchdog: Watchdog,
     ) -> None:
         self._buffer = buffer
+        self._clients = clients_of(buffer)
         self._introduction = introduction
         self._passing = passing
         self._seen = seen
         self._stopping = stopping
         self._watchdog = watchdog
-        self._sessions = buffer.sessions
+        self._sessions = [client.sessions for client in self._clients]
+        self._statuses: dict[int, Status] = {}
+        self._heard_of: dict[int, Seen] = {}
         self._status_asked = 0.0
 
+    @property
+    def shards(self) -> int:
+        return len(self._clients)
+
     def introduce(self) -> None:
-        for message in self._introduction():
-            self._buffer.send(message)
+        for shard in range(self.shards):
+            self._introduce_to(shard)
+
+    def _introduce_to(self, shard: int) -> None:
+        for message in self._introduction(shard):
+            self._clients[shard].send(message)
 
     def ask(
-        self, request: Message, kind: type[Any], timeout_s: float, awaiting: str, *, interruptible: bool = False,
-        wanted: Callable[[Any], bool] = anything,
-    ) -> Received:  # fmt: skip
-        """Send a request and wait for the answer, as `receive` does; a buffer that was started again is asked again."""
-        self._buffer.send(request)
-        return self.receive(kind, timeout_s, awaiting, interruptible=interruptible, wanted=wanted, again=request)
+        self, request: Message | Sequence[Message], kind: type[Any], timeout_s: float, awaiting: str, *,
+        interruptible: bool = False, wanted: Callable[[Any], bool] = anything,
+        between: Callable[[], None] | None = None,
+    ) -> list[Received]:  # fmt: skip
+        """Ask every shard, the same or each its own, and wait for all answers, in the order of the shards; one that was
+        started again is asked again. `between` is called when the first has taken its own in and the others have
+        nothing yet. As `receive` otherwise."""
+        requests = [request] * self.shards if isinstance(request, Message) else list(request)
+        for shard, (client, each) in enumerate(zip(self._clients, requests, strict=True)):
+            if shard == 1 and between is not None:
+                self._clients[0].flush(timeout_s)
+                between()
+            client.send(each)
+        again = dict(enumerate(requests))
+        return self._wait(
+            kind, timeout_s, awaiting, interruptible, wanted, again, lambda got: len(got) == self.shards
+        )
 
     def receive(
         self, kind: type[Any], timeout_s: float, awaiting: str, *, interruptible: bool = False,
-        wanted: Callable[[Any], bool] = anything, again: Message | None = None,
+        wanted: Callable[[Any], bool] = anything,
     ) -> Received:  # fmt: skip
-        """The next message of a kind that is wanted. Raises LinkTimeout, Interrupted (where allowed), LinkError when
-        the buffer is lost for good, and what `passing` raises."""
+        """The next message of a kind that is wanted, from any shard. Raises LinkTimeout, Interrupted (where allowed),
+        LinkError when a shard is lost for good, and what `passing` raises."""
+        return self._wait(kind, timeout_s, awaiting, interruptible, wanted, {}, lambda got: bool(got))[0]
+
+    def _wait(
+        self, kind: type[Any], timeout_s: float, awaiting: str, interruptible: bool, wanted: Callable[[Any], bool],
+        again: dict[int, Message], enough: Callable[[dict[int, Received]], bool],
+    ) -> list[Received]:  # fmt: skip
         deadline = time.monotonic() + timeout_s
-        while True:
+        got: dict[int, Received] = {}
+        while not enough(got):
             self._watchdog.beat(f"waits for {awaiting} from the buffer")
             if interruptible and self._stopping.is_set():
                 raise Interrupted(f"told to stop while it waited for {awaiting}")
-            self._notice_a_new_buffer(again)
+            self._notice_new_shards({shard: each for shard, each in again.items() if shard not in got})
             self._ask_status_if_due()
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -86,22 +117,40 @@ class Dialogue:
             except LinkTimeout as timeout:
                 if left > SLICE_S:
                     continue
-                raise LinkTimeout(f"waited {timeout_s:.0f} s for {awaiting} from the buffer") from timeout
-            self._passing(received.message)
+                raise LinkTimeout(f"waited {timeout_s:.0f} s for {awaiting} from {self._whom(got)}") from timeout
+            shard = self._buffer.shard_of(received) if isinstance(self._buffer, ShardLinks) else 0
+            self._hear(shard, received.message)
             if isinstance(received.message, kind) and wanted(received.message):
-                return received
+                got[shard] = received
+        return [got[shard] for shard in sorted(got)]
 
-    def _notice_a_new_buffer(self, again: Message | None) -> None:
-        if self._buffer.sessions > self._sessions:
-            self._sessions = self._buffer.sessions
-            log.warning("the buffer was started again, or has forgotten this trainer: introduced again")
-            self.introduce()
-            if again is not None:
-                self._buffer.send(again)
+    def _whom(self, got: Collection[int]) -> str:
+        missing = [shard_name(shard) for shard in range(self.shards) if shard not in got]
+        return "the buffer" if self.shards == 1 else ", ".join(missing)
+
+    def _hear(self, shard: int, message: Message) -> None:
+        if not isinstance(message, Status):
+            self._passing(message)
+            return
+        self._statuses[shard] = message
+        self._heard_of[shard] = Seen(message.life, message.pushes, message.mismatch_count)
+        if len(self._statuses) == self.shards:
+            self._passing(whole_status([self._statuses[each] for each in range(self.shards)]))
+            self._statuses = {}
+
+    def _notice_new_shards(self, again: dict[int, Message]) -> None:
+        for shard, client in enumerate(self._clients):
+            if client.sessions > self._sessions[shard]:
+                self._sessions[shard] = client.sessions
+                log.warning("the %s was started again, or has forgotten this trainer: introduced again", client.peer)
+                self._introduce_to(shard)
+                if shard in again:
+                    client.send(again[shard])
 
     def _ask_status_if_due(self) -> None:
         """What the pools are doing is recorded by the trainer, where the metrics are: nodes may be on any machine."""
         now = time.monotonic()
         if now - self._status_asked >= STATUS_EVERY_S:
             self._status_asked = now
-            self._buffer.send(StatusRequest(self._seen()))
+            for shard, client in enumerate(self._clients):
+                client.send(StatusRequest(self._seen() if shard == 0 else self._heard_of.get(shard, NOTHING_SEEN)))

@@ -20,7 +20,9 @@ from async_rl.run.metrics import MetricsWriter, Record, read_metrics
 from async_rl.run.model_cache import model_path
 from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
+from async_rl.run.shard_links import BufferLink, clients_of
 from async_rl.run.summary import build_summary
+from async_rl.shards import split_dispositions, whole_status
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkError, LinkTimeout, Received
 from async_rl.wire.messages import (
@@ -34,7 +36,6 @@ from async_rl.wire.messages import (
     Final,
     Finish,
     Message,
-    Progress,
     SamplingParams,
     Status,
     StatusRequest,
@@ -42,11 +43,10 @@ from async_rl.wire.messages import (
     TrainerReady,
     words,
 )
-from async_rl.wire.seen import Seen
 from trainer.backend import Backend, StepResult
 from trainer.backends import follow_torchrun, open_backend
-from trainer.batches import TrainingBatch, prepare, with_reference_kl
-from trainer.checkpoint import find_latest, oldest_version, write_checkpoint
+from trainer.batches import TrainingBatch, prepare, whole_draw, with_reference_kl
+from trainer.checkpoint import oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
 from trainer.gauges import TrainerGauges
 from trainer.publish import Published, Publisher
@@ -54,6 +54,7 @@ from trainer.ranks.place import torchrun_place
 from trainer.records import batch_record, health, pools_record, sample_records, samples_due, seen_in
 from trainer.releases import Releases
 from trainer.schedule import rate_at
+from trainer.state import State, progress_of, resume
 from trainer.trackers import Records, RecordWriter, open_trackers
 from trainer.watch import Watch
 
@@ -62,25 +63,13 @@ log = logging.getLogger("learner")
 REPLY_TIMEOUT_S = 30.0  # for answers that the buffer gives at once
 
 
-class State(msgspec.Struct):
-    """What a checkpoint keeps beside the backend's own files. `progress` is for the case that the buffer's journal is
-    lost; `evaluating` has not been reported yet, and is asked for again; `seen` was recorded of the buffer's view."""
-
-    version: int = 0
-    digest: str = ""
-    elapsed_s: float = 0.0
-    progress: Progress | None = None
-    evaluating: tuple[EvalRequest, ...] = ()
-    seen: Seen = Seen()
-
-
 class Learner:
     def __init__(
         self,
         context: PoolContext,
         backend: Backend,
         state: State,
-        buffer: Client,
+        buffer: BufferLink,
         store: Client,
         metrics: RecordWriter,
         samples: MetricsWriter,
@@ -103,6 +92,7 @@ class Learner:
         self._fingerprint = fingerprint
         self._routes = model_routes(self._config) if self._config.algorithm.router_replay == "rollout" else None
         self._life = secrets.token_hex(8)
+        self._finishing = False
         self._watch = Watch(context.config, context.directory.checkpoints, context.directory.metrics_path)
         self._talk = Dialogue(
             buffer, self._introduction, self._take_in_passing, lambda: self._state.seen, context.stopping,
@@ -154,16 +144,16 @@ class Learner:
             self._checkpoint()
             raise Interrupted(f"stopped at version {state.version}") from None
 
-    def _introduction(self) -> list[Message]:
-        """Who this is, where it goes on, and what the buffer still owes it."""
-        me = TrainerReady(
-            self._fingerprint, pacing(self._config), self._state.progress, self._life, self._state.version
-        )
-        return [me, *self._evaluating.values()]
+    def _introduction(self, shard: int) -> list[Message]:
+        """Who this is, where it goes on, and what a shard of the buffer still owes it: the first one evaluates. Raises
+        AsyncRLError when the checkpoint is of a run of other shards."""
+        progress = progress_of(self._state, shard, self._talk.shards)
+        me = TrainerReady(self._fingerprint, pacing(self._config), progress, self._life, self._state.version)
+        return [me, *(self._evaluating.values() if shard == 0 else ())]
 
     def _take_in_passing(self, message: Message) -> None:
         """What the buffer says whatever the trainer waits for. Raises AsyncRLError when it stops the run."""
-        if isinstance(message, Stop):
+        if isinstance(message, Stop) and (message.error or not self._finishing):
             raise AsyncRLError(message.error or f"the buffer ended the run: {message.reason}")
         if isinstance(message, EvalResult):
             self._on_eval_result(message)
@@ -180,12 +170,14 @@ class Learner:
         timeout = self._config.run.draw_timeout
         awaiting = f"a batch for version {for_version}"
         try:
-            return self._talk.ask(
+            parts = self._talk.ask(
                 Draw(for_version), Batch, timeout, awaiting, interruptible=True,
                 wanted=lambda batch: batch.batch == for_version,
             )  # fmt: skip
+            return whole_draw(parts)
         except LinkTimeout as error:
-            waiting = self._talk.ask(StatusRequest(), Status, REPLY_TIMEOUT_S, "the buffer's status").message.waiting
+            answers = self._talk.ask(StatusRequest(), Status, REPLY_TIMEOUT_S, "the buffer's status")
+            waiting = whole_status([answer.message for answer in answers]).waiting
             raise LinkTimeout(f"{error}; the buffer says: {waiting}") from error
 
     def _step(self, batch: TrainingBatch, rate: float) -> StepResult:
@@ -198,12 +190,17 @@ class Learner:
         """Close the batch for good, and say how its age served; only then does the version rise. A skipped step leaves
         the digest as it is. Not interruptible: weights that have moved belong to the next version, and so does the
         buffer's progress."""
-        received = self._talk.ask(
-            Confirm(drawn.batch, batch.dispositions, *health(result)), Confirmed, self._patience_s,
-            f"the closing of batch {drawn.batch}", wanted=lambda confirmed: confirmed.batch == drawn.batch,
+        confirms = [
+            Confirm(drawn.batch, part, *health(result))
+            for part in split_dispositions(batch.dispositions, self._talk.shards)
+        ]
+        closed = self._talk.ask(
+            confirms, Confirmed, self._patience_s, f"the closing of batch {drawn.batch}",
+            wanted=lambda confirmed: confirmed.batch == drawn.batch,
+            between=lambda: reached("trainer.between-confirms"),
         )  # fmt: skip
-        confirmed: Confirmed = received.message
-        self._state.progress = confirmed.progress
+        self._state.progress, *more = [answer.message.progress for answer in closed]
+        self._state.more_progress = tuple(more)
         self._state.version += 1
 
     def _publish(self) -> Published:
@@ -226,7 +223,7 @@ class Learner:
         self._publisher.pin(self._policy, True)
         request = EvalRequest(self._policy, run.eval_samples, sampling, run.eval_timeout)
         self._evaluating[self._policy] = request
-        self._buffer.send(request)
+        clients_of(self._buffer)[0].send(request)
 
     def _on_eval_result(self, result: EvalResult) -> None:
         self._publisher.pin(result.policy, False)  # also what a trainer that is gone has pinned
@@ -298,10 +295,10 @@ class Learner:
         """Tell the services that the run is over; the buffer's last word on the ledger. None when it has none to
         give any more: that must not cost a finished run its results."""
         self._tell(self._store, Finish(reason, error), REPLY_TIMEOUT_S)
+        self._finishing = True  # a shard says that all is over as soon as it has given its account, before others have
         try:
-            final: Final = self._talk.ask(
-                Finish(reason, error), Final, REPLY_TIMEOUT_S, "the buffer's closing account"
-            ).message
+            finals = self._talk.ask(Finish(reason, error), Final, REPLY_TIMEOUT_S, "the buffer's closing account")
+            final = Final(whole_status([answer.message.status for answer in finals]))
         except AsyncRLError as lost:
             log.warning("no closing account from the buffer: %s", lost)
             return None
@@ -314,7 +311,7 @@ class Learner:
         self._tell(self._buffer, finish, SLICE_S)
         self._tell(self._store, finish, SLICE_S)
 
-    def _tell(self, service: Client, finish: Finish, timeout_s: float) -> None:
+    def _tell(self, service: BufferLink, finish: Finish, timeout_s: float) -> None:
         """A service that cannot be reached any more must not keep the other one from hearing it."""
         try:
             service.send(finish)
@@ -372,26 +369,14 @@ def _learn(context: PoolContext, path: Path, backend: Backend, state: State) -> 
     with Records(file, open_trackers(context, state.version)) as metrics:
         samples = MetricsWriter(directory.samples_path, keep_before_step=keep)
         buffer, store = dial_services(context, "trainer")
-        metrics.listen(TrainerGauges(context.exporter, {"buffer": buffer, "store": store}))
+        links = {client.peer: client for client in (*clients_of(buffer), store)}
+        metrics.listen(TrainerGauges(context.exporter, links))
         settle()
         try:
             run_learner(Learner(context, backend, state, buffer, store, metrics, samples, fingerprint(config, path)))
         finally:
             store.close()
             buffer.close()
-
-
-def resume(checkpoints: Path, backend: Backend) -> State:
-    """The newest whole checkpoint, loaded; a fresh state when there is none yet."""
-    found = find_latest(checkpoints)
-    if found is None:
-        log.info("no checkpoint in %s: starting from version 0", checkpoints)
-        return State()
-    for skipped in found.skipped:
-        log.warning("skipped: %s", skipped)
-    backend.load(found.folder)
-    log.info("resuming from version %d", found.version)
-    return msgspec.convert(found.state, State, str_keys=True)
 
 
 if __name__ == "__main__":

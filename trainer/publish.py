@@ -15,6 +15,7 @@ from safetensors import safe_open
 from async_rl.policy.update_file import POLICY_KEY
 from async_rl.proof import CANARY, Proof
 from async_rl.run.killpoints import reached
+from async_rl.run.shard_links import BufferLink
 from async_rl.version import PolicyId
 from async_rl.wire.link import Client, LinkTimeout
 from async_rl.wire.messages import FACTORS, PinPolicy, PolicyPublished, Stored, Upload
@@ -50,7 +51,7 @@ class Published(NamedTuple):
 class Publisher:
     """Raises LinkError when the store does not confirm."""
 
-    def __init__(self, buffer: Client, store: Client) -> None:
+    def __init__(self, buffer: BufferLink, store: Client) -> None:
         self._buffer = buffer
         self._store = store
         self._sessions = store.sessions

@@ -5,11 +5,14 @@ from __future__ import annotations
 import queue
 
 from async_rl.config import keys_folder
+from async_rl.errors import AsyncRLError
 from async_rl.run.process import PoolContext
+from async_rl.run.shard_links import BufferLink, ShardLinks
+from async_rl.shards import shard_name
 from async_rl.wire.keys import NodeDoorKeys, ServiceKeys, dial_keys
 from async_rl.wire.link import Client, Server
 from async_rl.wire.messages import Role, Source
-from async_rl.wire.security import where_to_dial
+from async_rl.wire.security import shard_endpoint, where_to_dial
 
 GRACE_S = 10.0  # a wait ends by its own limit, with its own message, before the watchdog would
 
@@ -54,14 +57,25 @@ def dial_relay(context: PoolContext, source: Source) -> Client:
 
 def dial_services(
     context: PoolContext, role: Role, inbox: queue.SimpleQueue[object] | None = None
-) -> tuple[Client, Client]:
+) -> tuple[BufferLink, Client]:
     """Connected links to the buffer and to the policy store; what the buffer says goes to `inbox`, if there is one.
     Raises LinkTimeout after run.connect_timeout, and LinkRefused."""
     directory, config = context.directory, context.config
     keys = dial_keys(keys_folder(config), role)
+    shards = directory.endpoints
+    if len(shards) != config.buffer.shards:
+        raise AsyncRLError(
+            f"this config has buffer.shards = {config.buffer.shards}, and the buffer of {directory.path} has "
+            f"{len(shards)}: give each pool the same config"
+        )
+    if len(shards) > 1 and inbox is None:
+        inbox = queue.SimpleQueue()
     links = []
     for endpoint, peer, box in (
-        (where_to_dial(config.buffer.endpoint, directory.endpoint), "buffer", inbox),
+        *(
+            (where_to_dial(shard_endpoint(config.buffer.endpoint, shard), listening), shard_name(shard), inbox)
+            for shard, listening in enumerate(shards)
+        ),
         (where_to_dial(config.buffer.store_endpoint, directory.store_endpoint), "store", None),
     ):
         link = Client(
@@ -78,4 +92,7 @@ def dial_services(
         with context.watchdog.expect(f"waits for a welcome from the {peer}", config.run.connect_timeout + GRACE_S):
             link.connect(config.run.connect_timeout)
         links.append(link)
-    return links[0], links[1]
+    *buffer, store = links
+    if inbox is None or len(buffer) == 1:
+        return buffer[0], store
+    return ShardLinks(buffer, inbox), store

@@ -25,7 +25,15 @@ import tomli_w
 
 from async_rl.config import Config, config_table, keys_folder
 from async_rl.errors import AsyncRLError
-from async_rl.wire.security import check_endpoint, make_ipc_directory, new_token, read_token, write_token
+from async_rl.shards import shard_name
+from async_rl.wire.security import (
+    check_endpoint,
+    make_ipc_directory,
+    new_token,
+    read_token,
+    shard_endpoint,
+    write_token,
+)
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -151,6 +159,11 @@ class RunDirectory:
         return str(self._run["endpoint"])
 
     @property
+    def endpoints(self) -> list[str]:
+        """Where each shard of the buffer listens, resolved; `endpoint` is the first's."""
+        return [self.endpoint, *map(str, self._run.get("more_endpoints", ()))]
+
+    @property
     def store_endpoint(self) -> str:
         return str(self._run["store_endpoint"])
 
@@ -202,35 +215,48 @@ class RunDirectory:
         """The buffer's: what it needs to go on where it was."""
         return self.path / "journal"
 
+    def shard_journal(self, shard: int) -> Path:
+        """Each shard has a journal of its own; the first one's is where the only one's would be."""
+        return self.path / f"journal-{shard}" if shard else self.journal
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
 
-def _endpoints(config: Config) -> dict[str, str]:
-    """endpoint and store_endpoint with "auto" and free ports resolved. "auto" is an ipc socket in a directory of the
-    run's own (0700, and short: a socket's path may have about 100 bytes), which is named too."""
-    chosen = {
-        "endpoint": _with_port(config.buffer.endpoint),
-        "store_endpoint": _with_port(config.buffer.store_endpoint),
-    }
-    if "auto" in chosen.values():
+def _endpoints(config: Config) -> dict[str, Any]:
+    """endpoint, more_endpoints (of the buffer's other shards, if any) and store_endpoint with "auto" and free ports
+    resolved. "auto" is an ipc socket in a directory of the run's own (0700, and short: a socket's path may have about
+    100 bytes), which is named too."""
+    shards = [_with_port(shard_endpoint(config.buffer.endpoint, shard)) for shard in range(config.buffer.shards)]
+    store = _with_port(config.buffer.store_endpoint)
+    chosen: dict[str, Any] = {}
+    if "auto" in (shards[0], store):
         folder = make_ipc_directory()
         chosen["sockets"] = str(folder)
-        for key, name in (("endpoint", "buffer"), ("store_endpoint", "store")):
-            if chosen[key] == "auto":
-                chosen[key] = f"ipc://{folder / name}"
+        store = f"ipc://{folder / 'store'}" if store == "auto" else store
+        if shards[0] == "auto":
+            shards = [f"ipc://{folder / shard_name(shard)}" for shard in range(len(shards))]
+    chosen |= {"endpoint": shards[0], "store_endpoint": store}
+    if len(shards) > 1:
+        chosen["more_endpoints"] = shards[1:]
     keys = keys_folder(config)
     return chosen | ({"keys": str(keys)} if keys is not None else {})
 
 
 def _check_endpoints(config: Config) -> None:
     """Before anything is made."""
-    explicit = [end for end in (config.buffer.endpoint, config.buffer.store_endpoint) if end != "auto"]
+    shards = [shard_endpoint(config.buffer.endpoint, shard) for shard in range(config.buffer.shards)]
+    explicit = [end for end in (*shards, config.buffer.store_endpoint) if end != "auto"]
     for endpoint in explicit:
         check_endpoint(endpoint, encrypted=bool(config.buffer.keys))
     fixed = [endpoint for endpoint in explicit if not endpoint.endswith(":*")]
     if len(set(fixed)) < len(fixed):
+        if config.buffer.shards > 1:
+            raise RunDirectoryError(
+                f"[buffer] store_endpoint = {config.buffer.store_endpoint} is one of the {config.buffer.shards} ports "
+                f"from {config.buffer.endpoint} on, where the buffer's shards listen: give it another"
+            )
         raise RunDirectoryError(f"[buffer] endpoint and store_endpoint are both {fixed[0]}: give each its own")
 
 

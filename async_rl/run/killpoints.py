@@ -33,6 +33,7 @@ POINTS = {
     "node.before-results": "trajectories are complete and not sent",
     "trainer.after-draw": "a batch is lent, nothing was computed",
     "trainer.after-step": "the weights have moved, the batch is not confirmed",
+    "trainer.between-confirms": "one shard of the buffer has closed its part of a batch, the others have not",
     "trainer.after-confirm": "the batch is confirmed, its policy is nowhere but here",
     "trainer.after-upload": "the policy is sent to the store, whose word is still out",
     "trainer.in-checkpoint": "the files of a checkpoint are there under their temporary name",

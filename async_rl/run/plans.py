@@ -10,6 +10,7 @@ from pathlib import Path
 from async_rl.inference_config import NodeGroup, interpreter, lives_elsewhere
 from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import LaunchError, ProcessSpec
+from async_rl.shards import shard_name
 
 
 def plan_run(
@@ -42,8 +43,11 @@ def pinned(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
 
 def plan_services(config_path: Path, directory: RunDirectory, *flags: str) -> list[ProcessSpec]:
     store = plan_pool("store", "buffer.store", config_path, directory, *flags)
-    buffer = plan_pool("buffer", "buffer.service", config_path, directory, *flags)
-    return [replace(store, again=()), replace(buffer, again=())]
+    shards = [
+        plan_pool(shard_name(shard), "buffer.service", config_path, directory, "--shard", str(shard), *flags)
+        for shard in range(len(directory.endpoints))
+    ]
+    return [replace(store, again=()), *(replace(shard, again=()) for shard in shards)]
 
 
 def plan_trainer(name: str, config_path: Path, directory: RunDirectory, *flags: str) -> ProcessSpec:

@@ -80,8 +80,8 @@ class StopEvent(threading.Event):
 @dataclass(frozen=True)
 class PoolContext:
     """What a pool gets: the resolved config, the run's directory, its own name, `stopping` (see StopEvent), whether it
-    is to go on from a checkpoint, whether the whole run was started together with it, where its numbers go while it
-    runs, and who ends it when it does not move."""
+    is to go on from a checkpoint, whether the whole run was started together with it, which of the buffer's shards it
+    is, where its numbers go while it runs, and who ends it when it does not move."""
 
     config: Config
     directory: RunDirectory
@@ -89,6 +89,7 @@ class PoolContext:
     stopping: StopEvent = field(default_factory=StopEvent)
     resume: bool = False
     together: bool = False
+    shard: int = 0
     exporter: Exporter = field(default_factory=Exporter)
     watchdog: Watchdog = field(default_factory=Watchdog)
 
@@ -111,7 +112,7 @@ def pool_main(module: str, body: Callable[[PoolContext], int | None]) -> NoRetur
         watchdog = Watchdog(arguments.name, config.run.watchdog_s, config.run.work_timeout)
         context = PoolContext(
             config, directory, arguments.name,
-            resume=arguments.resume, together=arguments.together, watchdog=watchdog,
+            resume=arguments.resume, together=arguments.together, shard=arguments.shard, watchdog=watchdog,
         )  # fmt: skip
         _follow_parent()
         watchdog.start()
@@ -193,6 +194,7 @@ def _parse_arguments(module: str) -> argparse.Namespace:
     parser.add_argument("--dir", required=True, type=Path, help="the run directory")
     parser.add_argument("--name", required=True, help="this process's name in the run")
     parser.add_argument("--group", default="", help="of a node: the [[inference.group]] that it belongs to")
+    parser.add_argument("--shard", type=int, default=0, help="of a buffer: which of its shards, from 0")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--together", action="store_true", help="all pools of the config are started with this one")
     parser.add_argument("--debug", action="store_true", help="log more, and show tracebacks")

@@ -22,7 +22,7 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import LAST_LINE_BYTES
 from async_rl.run.metrics import Record, read_metrics, steps_of
 from async_rl.run.summary import ledger_balances, nested_ledger, percentile
-from async_rl.run.view import STATUS_TIMEOUT, Address, fetch_status
+from async_rl.run.view import STATUS_TIMEOUT, Address, fetch_whole_status
 from async_rl.wire.link import LinkRefused, LinkTimeout
 from async_rl.wire.messages import NodeStatus, Status, StatusRequest, StoreStatus
 from async_rl.wire.security import check_endpoint, read_token
@@ -155,16 +155,18 @@ def of_directory(directory: RunDirectory) -> RunState:
 
 
 def ask(address: Address) -> Status:
-    """A buffer's own account. Raises LinkRefused (wrong run, wrong token, wrong role of a key), LinkTimeout,
-    KeyFileError."""
-    client = address.client(f"status-{os.getpid()}")
+    """A buffer's own account, of all its shards as far as they are known: an endpoint is that of one. Raises
+    LinkRefused (wrong run, wrong token, wrong role of a key), LinkTimeout, KeyFileError."""
+    clients = address.clients(f"status-{os.getpid()}")
     try:
-        client.connect(STATUS_TIMEOUT)
-        return fetch_status(client, STATUS_TIMEOUT)
+        for client in clients:
+            client.connect(STATUS_TIMEOUT)
+        return fetch_whole_status(clients, STATUS_TIMEOUT)
     except LinkTimeout as late:
         raise LinkTimeout(f"{late} (a policy store answers nobody: the buffer's endpoint is needed)") from late
     finally:
-        client.close(0.2)
+        for client in clients:
+            client.close(0.2)
 
 
 def listens(endpoint: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import Snapshot
 from async_rl.run.metrics import MetricsTail, Record, evals_of, steps_of
+from async_rl.shards import whole_status
 from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client
 from async_rl.wire.messages import Status, StatusRequest
@@ -21,6 +23,11 @@ from async_rl.wire.security import reachable
 STATUS_EVERY = 1.0
 STATUS_TIMEOUT = 5.0
 RATE_WINDOW = 10  # statuses over which the rollout rate is taken
+
+
+def fetch_whole_status(clients: Sequence[Client], timeout: float = STATUS_TIMEOUT) -> Status:
+    """Of all shards of a buffer, as one. Raises an AsyncRLError when one does not answer in time."""
+    return whole_status([fetch_status(client, timeout) for client in clients])
 
 
 def fetch_status(client: Client, timeout: float = STATUS_TIMEOUT) -> Status:
@@ -34,26 +41,36 @@ def fetch_status(client: Client, timeout: float = STATUS_TIMEOUT) -> Status:
 
 
 class Address(NamedTuple):
-    """Where a run's buffer listens, and what it asks of a tool; `keys` is a folder of CURVE keys."""
+    """Where a run's buffer listens, and what it asks of a tool; `keys` is a folder of CURVE keys, `more` are the
+    buffer's other shards."""
 
     endpoint: str
     run: str
     token: str
     keys: Path | None
+    more: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, directory: RunDirectory) -> Address:
-        return cls(reachable(directory.endpoint), directory.run_id, directory.token, directory.keys)
+        first, *more = map(reachable, directory.endpoints)
+        return cls(first, directory.run_id, directory.token, directory.keys, tuple(more))
 
     @classmethod
     def of_store(cls, directory: RunDirectory) -> Address:
         """The policy store's, which tells about itself what a buffer does not know."""
-        return cls.of(directory)._replace(endpoint=reachable(directory.store_endpoint))
+        return cls.of(directory)._replace(endpoint=reachable(directory.store_endpoint), more=())
 
     def client(self, name: str, peer: str = "the buffer") -> Client:
-        """Raises KeyFileError."""
+        """Of the first shard, which knows all nodes. Raises KeyFileError."""
+        return self._client(self.endpoint, name, peer)
+
+    def clients(self, name: str) -> list[Client]:
+        """One for each shard. Raises KeyFileError."""
+        return [self._client(endpoint, name, "the buffer") for endpoint in (self.endpoint, *self.more)]
+
+    def _client(self, endpoint: str, name: str, peer: str) -> Client:
         return Client(
-            self.endpoint, run=self.run, token=self.token, role="tool", name=name, peer=peer,
+            endpoint, run=self.run, token=self.token, role="tool", name=name, peer=peer,
             keys=dial_keys(self.keys, "tool"),
         )  # fmt: skip
 
@@ -87,20 +104,22 @@ class StatusFeed:
     def _follow(self) -> None:
         while not self._stopping.wait(STATUS_EVERY / 2):
             try:
-                client = Address.of(self._directory).client(self._name)
+                clients = Address.of(self._directory).clients(self._name)
             except AsyncRLError:
                 continue
             try:
-                client.connect(STATUS_TIMEOUT)
+                for client in clients:
+                    client.connect(STATUS_TIMEOUT)
                 while not self._stopping.is_set():
-                    status = fetch_status(client)
+                    status = fetch_whole_status(clients)
                     self.latest = status
                     self.history.append((status.uptime_s, sum(node.sampled_tokens for node in status.nodes)))
                     self._stopping.wait(STATUS_EVERY)
             except AsyncRLError:
                 continue
             finally:
-                client.close()
+                for client in clients:
+                    client.close()
 
 
 class RunView:

@@ -146,7 +146,8 @@ class NodeWants(Message, frozen=True, array_like=True, tag=True):
     """How many samples this node has asked for since it joined, in total: a cumulative count cannot race with the
     grants under way. The rest are running totals for people, replaced by every later message: seconds in which it had
     work and since it began, tokens sampled, decode steps taken (tokens over steps: how full the batch was). `limit`:
-    how many requests its engine would have in flight by now, 0 for a node that does not say."""
+    how many requests its engine would have in flight by now, 0 for a node that does not say. With `once` what cannot be
+    granted now is forgotten, and answered by NothingFree (async_rl.asking)."""
 
     total_samples: Count
     busy_s: Seconds = 0.0
@@ -154,6 +155,7 @@ class NodeWants(Message, frozen=True, array_like=True, tag=True):
     sampled_tokens: Count = 0
     decode_steps: Count = 0
     limit: Count = 0
+    once: bool = False
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
@@ -164,6 +166,12 @@ class Results(Message, frozen=True, array_like=True, tag=True):
 
 class Leases(Message, frozen=True, array_like=True, tag=True):
     leases: tuple[Lease, ...]
+
+
+class NothingFree(Message, frozen=True, array_like=True, tag=True):
+    """This shard has no more for a node that asked once; it has granted it so many samples in all."""
+
+    granted: Count
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=True):
@@ -611,7 +619,7 @@ AnyMessage = (
     NodeReady | NodeServing | NodeHolds | NodeTrouble | NodeWants | Results | Leases | Cancel | Introduce | Stop
     | TrainerReady | PolicyPublished | Draw | Batch | Confirm | Confirmed | Checkpointed | EvalRequest | EvalResult
     | Finish | Final | StatusRequest | Status | Upload | Stored | PinPolicy | Announce | Pull | Chunk
-    | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver | Route | Routed | Compared
+    | NothingFree | Drain | DrainAnswer | NodeDraining | GiveBack | HandOver | TakeOver | Route | Routed | Compared
     | NodeRelay | RelayKeys | FindSource | Source | Pulled | NotYet | StoreStatus
 )  # fmt: skip
 

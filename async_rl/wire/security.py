@@ -127,6 +127,18 @@ def is_wildcard(endpoint: str) -> bool:
     return scheme == "tcp" and address.rpartition(":")[0] in WILDCARDS
 
 
+def shard_endpoint(endpoint: str, shard: int) -> str:
+    """Where a shard of the buffer listens, by what the config says of the first: ports in a row. "auto" and free ports
+    stay what they are; an ipc socket has the shard's number behind it."""
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if not shard or not address or port == "*":
+        return endpoint
+    if scheme == "tcp" and port.isdecimal():
+        return f"tcp://{host}:{int(port) + shard}"
+    return f"{endpoint}-{shard}"
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -17,27 +18,32 @@ FAULTS = ("refused", "env_failed", "aborted", "hangs", "zero_variance", "skipped
 
 
 @st.composite
-def worlds(draw: st.DrawFn, faults: bool = True) -> tuple[dict[str, object], Scenario]:
-    """Rules and a scenario: every number that matters, small enough that rare coincidences are common."""
+def worlds(draw: st.DrawFn, faults: bool = True, shards: int = 1) -> tuple[dict[str, object], Scenario]:
+    """Rules and a scenario: every number that matters, small enough that rare coincidences are common. `groups` and the
+    window are each shard's; the rules are the run's."""
     bound = draw(st.sampled_from([0, 1, 4]))
     groups = draw(st.integers(1, 4))
-    window = draw(st.integers(1, bound * groups + 1))
-    order: dict[str, object] = draw(
+    window = draw(st.integers(1, bound * groups + 1 if shards == 1 else max(1, bound * groups)))
+    window *= shards if window > 1 else 1
+    order: dict[str, int] = draw(
         st.sampled_from(
             [{"window": window}, {"newest_first": True}, {"reuse": draw(st.integers(1, min(bound + 1, groups)))}]
         )
     )
+    if math.ceil(groups * shards / order.get("reuse", 1)) % shards:
+        groups *= order["reuse"]  # async_rl.buffer_config.check_shards
     rules = {
         "run_seed": draw(st.integers(0, 2**32)),
         "steps": draw(st.integers(1, 12)),
-        "groups_per_step": groups,
+        "groups_per_step": groups * shards,
+        "shards": shards,
         "group_size": draw(st.integers(1, 3)),
         "max_staleness": bound,
         **order,
         "on_short_group": draw(st.sampled_from(["retry", "drop", "accept"])),
         "zero_variance": draw(st.sampled_from(["keep", "refill"])),
         "max_tries": 100,
-        "capacity_bytes": draw(st.sampled_from([1, GROUP_BYTES, groups * GROUP_BYTES, 10**9])),
+        "capacity_bytes": shards * draw(st.sampled_from([1, GROUP_BYTES, groups * GROUP_BYTES, 10**9])),
         "group_bytes": GROUP_BYTES,
         "lease_timeout": 40.0,
     }
@@ -78,7 +84,7 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
     # Newest first is another matter: what it leaves behind is the sweep's.
     assert result.ledger["dropped.stale"] == 0 or rules.newest_first
     least = rules.fresh_groups * (1 + (rules.max_staleness + 1 if rules.reuse > 1 else 0))
-    beside = (2 * rules.fresh_groups - 1) * rules.newest_first  # buffer.capacity
+    beside = (2 * rules.fresh_groups - rules.shards) * rules.newest_first  # buffer.capacity
     assert result.max_buffered_bytes <= max(rules.capacity_bytes, least * rules.group_bytes) + beside * GROUP_BYTES
     for ledger, end in ((result.ledger, "trained"), (result.eval_ledger, "evaluated")):
         dropped = sum(count for place, count in ledger.items() if place.startswith("dropped."))
@@ -90,7 +96,19 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
 )
 @given(worlds())
 def test_no_token_beyond_the_bound_no_deadlock_and_books_that_balance_after_every_event(tools, world):
-    changes, scenario = world
+    bound_ledger_and_liveness(tools, *world)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@settings(
+    deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_the_same_holds_of_several_shards_after_every_event_of_each(tools, shards, data):
+    bound_ledger_and_liveness(tools, *data.draw(worlds(shards=shards)))
+
+
+def bound_ledger_and_liveness(tools, changes, scenario):
     rules = tools.rules(**changes)
     result = simulate(rules, scenario, lambda replay, now: tools.audit(replay))
     must_hold(rules, result)
@@ -98,10 +116,11 @@ def test_no_token_beyond_the_bound_no_deadlock_and_books_that_balance_after_ever
         assert result.ledger["trained"] == rules.steps * rules.fresh_groups * rules.group_size
 
 
-@settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(worlds(faults=False))
-def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools, world):
-    changes, scenario = world
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@settings(deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools, shards, data):
+    changes, scenario = data.draw(worlds(faults=False, shards=shards))
     changes |= {"lease_timeout": 10_000.0, "zero_variance": "keep"}
     rules = tools.rules(**changes)
     result = simulate(rules, scenario)
@@ -125,13 +144,18 @@ def test_short_answers_that_grow_old_in_a_small_buffer_neither_overflow_it_nor_s
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("order", ["fifo", "windowed", "fresh", "replay"])
-def test_five_hundred_steps_at_random_durations_and_publish_times_stay_within_the_bound(tools, bound, order):
+def test_hundreds_of_steps_at_random_durations_and_publish_times_stay_within_the_bound(tools, bound, order, shards):
     changes = {
         "fifo": {}, "windowed": {"window": 1 + min(1, bound) * 3}, "fresh": {"newest_first": True},
         "replay": {"reuse": min(3, bound + 1)},
     }[order]  # fmt: skip
-    rules = tools.rules(steps=500, groups_per_step=3, max_staleness=bound, **changes)
+    groups = 3 if shards == 1 else 4
+    steps = 500 if shards == 1 else 100
+    rules = tools.rules(steps=steps, groups_per_step=groups, max_staleness=bound, shards=shards, **changes)
+    if rules.fresh_groups % shards:  # refused by the config (async_rl.buffer_config.check_shards)
+        rules = rules._replace(groups_per_step=rules.groups_per_step * rules.reuse)
     scenario = Scenario(
         seed=bound, nodes=5, slots=3, lengths=Lognormal(50, 1), slowest=4, push_s=Lognormal(1, 1),
         trainer=TrainerSpeed(Lognormal(2, 1)),

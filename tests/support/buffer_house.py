@@ -57,6 +57,7 @@ class Context(NamedTuple):
     exporter: Exporter
     watchdog: Watchdog
     together: bool = False
+    shard: int = 0
 
 
 class House:

@@ -25,7 +25,7 @@ def made(**inference: Any) -> Config:
 
 
 def nodes(config: Config) -> list[ProcessSpec]:
-    directory = RunDirectory(Path("/run"), {})
+    directory = RunDirectory(Path("/run"), {"endpoint": "ipc://b"})
     specs = plan_run(node_groups(config.inference), Path("/run/config.toml"), directory, "--debug")
     assert [spec.name for spec in specs[:3]] == ["store", "buffer", "trainer"]
     return specs[3:]
@@ -40,7 +40,7 @@ def test_the_nodes_of_a_run_without_groups_are_numbered() -> None:
 
 
 def test_only_the_services_of_a_whole_run_know_its_nodes_to_be_all() -> None:
-    directory, path = RunDirectory(Path("/run"), {}), Path("/run/config.toml")
+    directory, path = RunDirectory(Path("/run"), {"endpoint": "ipc://b"}), Path("/run/config.toml")
     assert not any("--together" in spec.arguments for spec in plan_services(path, directory))
     services = plan_run(node_groups(made().inference), path, directory)[:2]
     assert all("--together" in spec.arguments for spec in services)
