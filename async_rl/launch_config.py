@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,7 @@ class RayPlace(Section, frozen=True, kw_only=True):
     """What one process of a pool asks Ray for."""
 
     num_cpus: NonNegative = 1.0
+    """Without meaning on a cluster that is started here for the run: there cores are shared, as with kind = "local"."""
     num_gpus: NonNegative = 0.0
     resources: dict[str, Annotated[float, Meta(gt=0)]] = msgspec.field(default_factory=dict)
     """The cluster's own, by name."""
@@ -43,13 +44,14 @@ class RayGroup(RayPlace, frozen=True, kw_only=True):
     name: str
 
 
+_Place = TypeVar("_Place", bound=RayPlace)
+
+
 class RayConfig(Section, frozen=True, kw_only=True):
     """The table [launch.ray]."""
 
     address: str = ""
     """Of the cluster, host:port or "auto"; this machine must be one of its. Empty: one is started here for the run."""
-    local_cpus: Count = 0
-    """Of the cluster that is started here; 0: this machine's cores, or what the run asks for if that is more."""
     placement_timeout: PositiveFloat = 600.0
     """Seconds in which a process must have been placed and its environment made, or it counts as failed."""
     spread_ranks: bool = False
@@ -118,8 +120,6 @@ def _check_ray(ray: RayConfig, inference: InferenceConfig) -> None:
     host, _, port = ray.address.rpartition(":")
     if ray.address not in ("", "auto") and not (host and port.isdecimal()):
         raise ConfigError(f'[launch.ray] address = "{ray.address}": expected host:port, or "auto"')
-    if ray.address and ray.local_cpus:
-        raise ConfigError("[launch.ray] local_cpus is of a cluster that is started here: remove it, or `address`")
     known = {group.name for group in node_groups(inference)} - {""}
     names = [group.name for group in ray.group]
     for name in names:
@@ -150,7 +150,20 @@ def _check_autoscale(scale: AutoscaleConfig, inference: InferenceConfig) -> None
 
 def ray_of(launch: LaunchConfig) -> RayConfig:
     """The table, with its defaults where there is none."""
-    return launch.ray or RayConfig()
+    ray = launch.ray or RayConfig()
+    return ray if ray.address else _sharing_cores(ray)
+
+
+def _sharing_cores(ray: RayConfig) -> RayConfig:
+    """However many processes there are: shards, ranks, nodes that are added."""
+
+    def shared(place: _Place) -> _Place:
+        return msgspec.structs.replace(place, num_cpus=0.0)
+
+    return msgspec.structs.replace(
+        ray, services=shared(ray.services), trainer=shared(ray.trainer), inference=shared(ray.inference),
+        group=tuple(map(shared, ray.group)),
+    )  # fmt: skip
 
 
 def place_of(ray: RayConfig, module: str, group: str) -> RayPlace:

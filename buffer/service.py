@@ -383,6 +383,11 @@ class Service:
 
 
 def body(context: PoolContext, kind: type[Recorder] = Recorder) -> None:
+    with context.directory.alone(context.name):
+        _serve(context, kind)
+
+
+def _serve(context: PoolContext, kind: type[Recorder]) -> None:
     collect_young_only()
     server = listen(context, context.directory.endpoints[context.shard])
     log.info("buffer listens at %s (bound %d)", server.endpoint, context.config.buffer.max_staleness)

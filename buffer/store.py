@@ -198,6 +198,11 @@ class StoreService:
 
 
 def body(context: PoolContext) -> None:
+    with context.directory.alone(context.name):
+        _serve(context)
+
+
+def _serve(context: PoolContext) -> None:
     directory = context.directory
     server = listen(context, directory.store_endpoint)
     log.info("policy store listens at %s", server.endpoint)

@@ -356,6 +356,7 @@ def body(context: PoolContext) -> None:
         follow_torchrun(config, path, place, context.watchdog)
         return
     with ExitStack() as stack:
+        stack.enter_context(context.directory.alone(context.name))
         with context.watchdog.working("loads the model"):
             backend = stack.enter_context(open_backend(config, path, context.directory.logs, context.name))
             state = resume(context.directory.checkpoints, backend) if context.resume else State()

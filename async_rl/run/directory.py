@@ -4,6 +4,7 @@ config.toml    as resolved; runs as it is
 run.json       run id and endpoints, and in which folder the keys lie; never a key
 token          0600: who can read it may join
 metrics.jsonl  samples.jsonl  summary.json  report.html  learning_curve.png
+locks/         which of buffer, policy store and trainer live
 logs/  adapters/  checkpoints/  journal/  prometheus/  tensorboard/  wandb/
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,6 +40,10 @@ from async_rl.wire.security import (
 
 RUNS = Path("runs")
 LATEST = "latest"
+ALONE_S = 120.0  # a file server lets go of what a lost machine held after its lease, 90 s of NFS
+ALONE_LOOK_S = 0.1
+
+log = logging.getLogger("async_rl.directory")
 
 
 class RunDirectoryError(AsyncRLError):
@@ -103,6 +110,28 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RunDirectoryError(f"{self.path}: this run is going on: wait for its end, or end it") from error
+            yield
+
+    @contextmanager
+    def alone(self, name: str, timeout_s: float = ALONE_S) -> Iterator[None]:
+        """While the process of this name writes here. A launcher that was killed, or a machine that is only out of
+        reach, may have left one that does so yet: it is waited for, and the kernel (over a network the file server)
+        lets go of it when it is gone. Raises RunDirectoryError after `timeout_s`."""
+        locks = self.path / "locks"
+        locks.mkdir(mode=0o700, exist_ok=True)
+        with (locks / name).open("a") as file:
+            told, deadline = False, time.monotonic() + timeout_s
+            while not _locked(file.fileno()):
+                if not told:
+                    log.warning("waits for the end of another %s of this run, %g s at most", name, timeout_s)
+                told = True
+                if time.monotonic() > deadline:
+                    raise RunDirectoryError(
+                        f"{self.path}: another process of this run's {name} writes here for {timeout_s:g} s already, "
+                        "left by a launcher that was killed or on a machine that was taken for lost: end it, then "
+                        "--resume"
+                    )
+                time.sleep(ALONE_LOOK_S)
             yield
 
     def is_held(self) -> bool:
@@ -313,6 +342,16 @@ def _runs_beside(path: Path) -> str:
     if found:
         return f"; runs in {parent}: {', '.join(found)}"
     return "; start one with `async-rl run CONFIG` or `async-rl buffer CONFIG`, or name it with --out"
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks
+        log.warning("nobody can tell whether another process writes here: %s", error.strerror)
+    return True
 
 
 def _write(path: Path, text: str) -> None:

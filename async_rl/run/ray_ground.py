@@ -11,7 +11,6 @@ spread. An actor belongs to this process: Ray ends it when this process is gone,
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
@@ -31,11 +30,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from async_rl.inference_config import node_groups
 from async_rl.launch_config import RayConfig, RayPlace, bundle, place_of, ray_of
 from async_rl.run.directory import RunDirectory
 from async_rl.run.host import KEYS, Host, Look, Order, Started
-from async_rl.run.launch import ProcessSpec, add_line, note
+from async_rl.run.launch import LaunchError, ProcessSpec, add_line, note
 from async_rl.wire.keys import SERVICE
 from async_rl.wire.security import is_local, with_host
 
@@ -138,10 +136,7 @@ def _join(settings: RayConfig, config: Config) -> None:
             ray.init(address=settings.address, namespace=f"async-rl-{config.run.name}", **common)
         else:
             os.environ.setdefault("RAY_worker_niceness", "0")  # else whatever else this machine does goes first
-            ray.init(
-                address="local", num_cpus=settings.local_cpus or _cpus(settings, config), include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES, **common,
-            )  # fmt: skip
+            ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **common)
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
         where = settings.address or "a cluster on this machine"
         raise AsyncRLError(
@@ -160,13 +155,6 @@ def _check_listens(address: str) -> None:
             f'[launch.ray] address = "{address}": nobody listens there ({error}): `ray start --head` starts a cluster, '
             "and says its address"
         ) from error
-
-
-def _cpus(settings: RayConfig, config: Config) -> int:
-    """Of a cluster that is started for this run: what it begins with must have room."""
-    groups = [(group.name, group.inference.nodes) for group in node_groups(config.inference)]
-    nodes = sum(count * place_of(settings, "inference.node", name).num_cpus for name, count in groups)
-    return max(os.cpu_count() or 1, math.ceil(2 * settings.services.num_cpus + settings.trainer.num_cpus + nodes))
 
 
 def _place(settings: RayConfig, spec: ProcessSpec) -> RayPlace:
@@ -199,19 +187,22 @@ class RayStarter:
         home = not spec.expendable
         if spec.world > 1 and spec.rank == 0:
             self.meeting = None  # of those before
-        actor = self._actor.options(
-            num_cpus=place.num_cpus,
-            num_gpus=place.num_gpus,
-            resources=place.resources or None,
-            runtime_env=place.runtime_env or None,
-            scheduling_strategy=self._where(spec, place),
-        ).remote()
+        try:
+            actor = self._actor.options(
+                num_cpus=place.num_cpus,
+                num_gpus=place.num_gpus,
+                resources=place.resources or None,
+                runtime_env=place.runtime_env or None,
+                scheduling_strategy=self._where(spec, place),
+            ).remote()
+        except (ValueError, TypeError) as error:
+            raise LaunchError(f"[launch.ray]: Ray does not take what {spec.name} asks for: {error}") from error
         order = Order(spec, again, self.directory.run_id, str(self.directory.path), {} if home else self._files())
         return RayHandle(self, spec.name, actor, order, place, log)
 
     def _where(self, spec: ProcessSpec, place: RayPlace) -> Any:
-        """Ranks are placed all or none, on as few machines as hold them."""
-        if spec.world > 1:
+        """Ranks are placed all or none, on as few machines as hold them: of several machines."""
+        if spec.world > 1 and self.settings.address:
             if self._ranks is None:
                 self._ranks = placement_group([bundle(place)] * spec.world, strategy="PACK")
             return PlacementGroupSchedulingStrategy(self._ranks, spec.rank)

@@ -46,6 +46,14 @@ def test_each_pool_asks_for_its_own_and_a_group_for_all_of_its() -> None:
     assert place_of(ray, "inference.node", "small").runtime_env["pip"] == ["vllm"]
 
 
+def test_on_a_cluster_that_is_started_here_cores_are_no_limit_to_shards_ranks_and_nodes() -> None:
+    launch = {"kind": "ray", "ray": {**FULL["ray"], "address": ""}}
+    ray = ray_of(made(launch, group=GROUPS).launch)
+    assert [bundle(place_of(ray, module, "")) for module in ("buffer.service", "trainer.learner")] == [{}, {}]
+    assert bundle(place_of(ray, "inference.node", "large")) == {"GPU": 4.0, "fast": 1.0}
+    assert "services nothing each" in describe_launch(made({"kind": "ray"}).launch)
+
+
 def test_what_it_means_is_told_in_a_line() -> None:
     assert describe_launch(made({}).launch) == "on this machine"
     words = describe_launch(made(FULL, group=GROUPS).launch)
@@ -61,7 +69,6 @@ def test_what_it_means_is_told_in_a_line() -> None:
         ({"kind": "ray", "pin": True}, {}, "[launch] pin = true has no meaning"),
         ({"kind": "ray", "ray": {"address": "ray://h:1"}}, {}, 'address = "auto"'),
         ({"kind": "ray", "ray": {"address": "host"}}, {}, 'expected host:port, or "auto"'),
-        ({"kind": "ray", "ray": {"address": "auto", "local_cpus": 2}}, {}, "local_cpus"),
         ({"kind": "ray", "ray": {"group": [{"name": "x"}]}}, {}, "there is no [[inference.group]]"),
         ({"kind": "ray", "ray": {"group": [{"name": "small"}] * 2}}, {"group": GROUPS}, "is there 2 times"),
         ({"kind": "ray", "ray": {"inference": {"resources": {"a": 0}}}}, {}, "resources"),

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -119,3 +124,30 @@ def test_going_on_with_a_run_keeps_its_identity_and_makes_new_sockets(runs: Path
     assert found.endpoint != before[2]
     assert not Path(before[2].removeprefix("ipc://")).parent.exists()
     directory.remove_sockets()
+
+
+def test_of_a_process_that_writes_here_there_is_one_and_the_next_waits_for_its_end(runs: Path) -> None:
+    directory = RunDirectory.create(None, config(), runs)
+    directory.remove_sockets()
+    program = (
+        "import sys, time; from pathlib import Path; from async_rl.run.directory import RunDirectory\n"
+        "with RunDirectory.open(Path(sys.argv[1])).alone('buffer'): print('in', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program, str(directory.path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "in\n"
+    try:
+        with (
+            pytest.raises(RunDirectoryError, match=r"this run's buffer writes here for 0.2 s .* end it, then --resume"),
+            directory.alone("buffer", 0.2),
+        ):
+            pass
+        with directory.alone("store", 0.2):
+            pass
+        os.kill(other.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with directory.alone("buffer", 20):
+            assert time.monotonic() - began < 15
+    finally:
+        other.kill()
+        other.wait(20)
