@@ -45,8 +45,7 @@ class StoreRelays:
         if resumed:
             self._relays.back(node)
         elif self._server.keys is not None:
-            self._admitted = self._server.keys.keys_of("node")
-            self._send(node, RelayKeys(tuple(sorted(self._admitted))))
+            self._send(node, RelayKeys(tuple(sorted(self._server.keys.keys_of("node")))))
 
     def lost(self, node: str) -> None:
         self._tell(self._relays.lost(node, time.monotonic()))
@@ -69,6 +68,10 @@ class StoreRelays:
         for liar in set(self._relays.liars) - known:
             log.error("relay %s is not used any more: several nodes had bytes of it that were no policy's", liar)
         self._tell(grants)
+
+    def replaced(self, policy: PolicyId) -> None:
+        """A policy's file is another one from now on."""
+        self._relays.replaced(policy)
 
     def pulled(self, node: str, message: Pulled) -> None:
         entry = self._files.get(message.policy)

@@ -182,6 +182,13 @@ class Relays:
         stay = set(kept)
         self._trees = {policy: tree for policy, tree in self._trees.items() if policy in stay}
 
+    def replaced(self, policy: PolicyId) -> None:
+        """Its file is another one: who has the first has nothing to pass on."""
+        self._trees.pop(policy, None)
+        for node in self._nodes.values():
+            if policy in node.recent:
+                node.recent.remove(policy)
+
     # --- pulls -------------------------------------------------------------------------------------------------------
 
     def ask(

@@ -119,6 +119,7 @@ class StoreService:
         try:
             if len(blobs) != 1:
                 raise ValueError(f"policy {upload.policy.short()}: a part came in {len(blobs)} frames, not in one")
+            before = self._files.get(upload.policy)
             with self._watchdog.working(f"waits for the disk to have policy {upload.policy.short()}"):
                 entry = self._files.add(upload, blobs[0])
         except ValueError as error:
@@ -127,6 +128,8 @@ class StoreService:
             return
         if entry is None:
             return
+        if before is not None and before.sha256 != entry.sha256:
+            self._relays.replaced(entry.policy)
         for node, role in list(self._server.peers.items()):
             if role == "node" and (entry.kind == CANARY or (entry.order and entry.order == self._files.newest_order)):
                 self._announce(node, entry)

@@ -295,7 +295,7 @@ class FilePuller:
         if got is None:
             return None
         chunk, data = got.message, got.blobs[0] if len(got.blobs) == 1 else memoryview(b"")
-        if chunk.error:
+        if chunk.error or (chunk.size, chunk.sha256) != (way.size, way.sha256):  # of the policy in another form
             raise RelayFailed("gone")
         if data.nbytes != min(CHUNK_BYTES, way.size - way.received) or not way.is_chunk(data):
             raise RelayFailed("damaged")

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,7 +135,8 @@ class Relay:
             return
         waiting = sum(asked.peer == peer for asked in self._asked)
         if waiting + self._server.backlog(peer) >= MAX_UNANSWERED:
-            self._server.disconnect(peer, f"it asks on and on, and has {MAX_UNANSWERED} answers to come or unread")
+            with suppress(LinkError):  # it may have left already
+                self._server.disconnect(peer, f"it asks on and on, and has {MAX_UNANSWERED} answers to come or unread")
             self._asked = [asked for asked in self._asked if asked.peer != peer]
             return
         self._asked.append(_Asked(peer, message, time.monotonic()))

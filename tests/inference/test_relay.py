@@ -128,6 +128,23 @@ def test_with_keys_a_relay_lets_in_nodes_alone_and_its_children_know_it_by_its_o
         house.close()
 
 
+def test_a_relay_hears_of_a_new_key_also_when_its_node_has_come_already(tmp_path: Path) -> None:
+    """A machine that is let in dials again and again until then, so it joins before the store looks by the clock."""
+    make_keys(tmp_path / "keys")
+    house = House(tmp_path, keys=tmp_path / "keys")
+    try:
+        (relay,) = volunteers(house, "a", timeout_s=LONG_S)
+        wait_for(lambda: relay.relaying.relay.keys.admits_some, "the list of keys")
+        make_keys(tmp_path / "new", ("node",))
+        public = (tmp_path / "new" / "node.public").read_text().split()[1]
+        with (tmp_path / "keys" / "allowed").open("a") as allowed:
+            allowed.write(f"node {public}\n")
+        house.link("node", "another")
+        wait_for(lambda: relay.relaying.relay.keys.roles(public) == {"node"}, "the relay to know the new key")
+    finally:
+        house.close()
+
+
 # --- relays that fail ------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +250,21 @@ def test_a_relay_without_the_file_says_so_and_costs_no_time_out(house: House) ->
     assert status(house).bypasses == {"gone": 1}
 
 
+def test_a_policy_that_is_stored_in_another_form_is_had_of_nobody_who_has_the_first(house: House) -> None:
+    """As by a trainer that goes on from a checkpoint. Nobody has sent wrong bytes."""
+    old = volunteers(house, "a", "b")
+    data = house.upload(1, data_of(1, SIZE))
+    for node in old:
+        node.expect(1, data)
+    wait_for(lambda: status(house).relayed_bytes == SIZE, "the second node's word")
+    whole = data_of(2, SIZE + CHUNK_BYTES)
+    house.upload_as(policy(1), whole, "lora")
+    for name in ("c", "d", "e"):
+        house.relaying_node(name).expect(1, whole)
+    assert status(house).liars == ()
+    assert status(house).bypasses == {}
+
+
 def test_a_store_that_is_started_anew_learns_who_relays_and_of_the_pulls_under_way(house: House) -> None:
     nodes = volunteers(house, "a", "b")
     data = house.upload(1, data_of(1, SIZE))
@@ -298,6 +330,23 @@ def test_who_asks_on_and_on_is_cut_off_and_a_trainer_is_not_heard(relay: Relay) 
     assert all(asked.peer != "trainer" for asked in relay._asked)
     for link in (trainer, child):
         link.close(0.2)
+
+
+def test_who_asks_far_too_often_and_leaves_ends_no_relay(relay: Relay, tmp_path: Path) -> None:
+    """All of it arrives in one burst, in which it is cut off more than once, and is gone."""
+    path = tmp_path / "file"
+    path.write_bytes(data_of(1))
+    file = relay.pulls(policy(1))
+    burst = dialled(relay, name="burst")
+    for _ in range(4 * MAX_UNANSWERED):
+        burst.send(Pull(policy(1), 0, CHUNK_BYTES))
+    burst.close(0.2)
+    file.begin(path, 1000, "s")
+    file.verified(1000)
+    child = dialled(relay)
+    child.send(Pull(policy(1), 0, CHUNK_BYTES))
+    assert bytes(child.receive(PATIENCE_S, "a chunk").blobs[0]) == data_of(1)
+    child.close(0.2)
 
 
 def test_bytes_beyond_what_is_verified_are_not_read(tmp_path: Path) -> None:
