@@ -44,14 +44,13 @@ def listen_as_relay(context: PoolContext, endpoint: str) -> tuple[Server, NodeDo
 
 
 def dial_relay(context: PoolContext, source: Source) -> Client:
-    """A link to a relay, not connected yet. Raises AsyncRLError for an endpoint that is not allowed."""
+    """A link to a relay, not connected yet. Raises AsyncRLError for an endpoint that is not allowed, and without its key."""
     directory = context.directory
     keys = dial_keys(keys_folder(context.config), "node")
-    if keys is not None:
-        keys = keys._replace(server=source.key.encode())
     return Client(
         source.endpoint, run=directory.run_id, token=directory.token, role="node", name=context.name,
-        peer=f"relay {source.relay}", heartbeat_s=context.config.buffer.heartbeat, keys=keys,
+        peer=f"relay {source.relay}", heartbeat_s=context.config.buffer.heartbeat,
+        keys=keys.expecting(source.key) if keys is not None else None,
     )  # fmt: skip
 
 

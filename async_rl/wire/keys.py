@@ -63,6 +63,13 @@ class DialKeys(NamedTuple):
     public: bytes
     secret: bytes
 
+    def expecting(self, key: str) -> DialKeys:
+        """For another server: the one of this public key (Z85), which a peer has told. Raises AsyncRLError when it is
+        no key."""
+        if not _is_key(key):
+            raise AsyncRLError("the server's public key is not known, so it cannot be dialled")
+        return self._replace(server=key.encode())
+
     def __repr__(self) -> str:
         return f"DialKeys({self.folder})"
 

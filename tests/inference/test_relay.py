@@ -128,6 +128,22 @@ def test_with_keys_a_relay_lets_in_nodes_alone_and_its_children_know_it_by_its_o
         house.close()
 
 
+def test_a_relay_whose_key_the_store_does_not_know_any_more_is_passed_by(tmp_path: Path) -> None:
+    """It said goodbye in the burst in which its child asked."""
+    make_keys(tmp_path / "keys")
+    house = House(tmp_path, keys=tmp_path / "keys")
+    try:
+        nodes = volunteers(house, "a", "b")
+        house.store.order = ["a", "b"]
+        house.server.key_of = lambda peer: ""  # type: ignore[method-assign]
+        data = house.upload(1, data_of(1, SIZE))
+        for node in nodes:
+            node.expect(1, data)
+        assert status(house).bypasses == {"unreachable": 1}
+    finally:
+        house.close()
+
+
 def test_a_relay_hears_of_a_new_key_also_when_its_node_has_come_already(tmp_path: Path) -> None:
     """A machine that is let in dials again and again until then, so it joins before the store looks by the clock."""
     make_keys(tmp_path / "keys")

@@ -137,7 +137,7 @@ class House:
 
         def dial(source: Source) -> Client:
             keys = dial_keys(self.keys, "node")
-            keys = keys and keys._replace(server=source.key.encode())
+            keys = keys and keys.expecting(source.key)
             peer = f"relay {source.relay}"
             return Client(source.endpoint, run=RUN, token=TOKEN, role="node", name=name, peer=peer, keys=keys)
 
