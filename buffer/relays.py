@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from async_rl.version import PolicyId
 from async_rl.wire.messages import RELAY_KEEPS, Trouble
+from async_rl.wire.security import is_local
 
 STORE = ""
 LAST_TRY = 2
@@ -48,14 +49,15 @@ class Grant(NamedTuple):
 
 
 class _Node:
-    """`place` and `endpoint` as in NodeRelay; `recent` are the files that it asked for last and so still has;
-    `banned` the relays that it cannot reach or got wrong bytes of."""
+    """`place` and `endpoint` as in NodeRelay; `local`: it is for its own place alone; `recent` are the files that it
+    asked for last and so still has; `banned` the relays that it cannot reach or got wrong bytes of."""
 
-    __slots__ = ("banned", "endpoint", "lost", "place", "recent")
+    __slots__ = ("banned", "endpoint", "local", "lost", "place", "recent")
 
     def __init__(self, place: str, endpoint: str) -> None:
         self.place = place
         self.endpoint = endpoint
+        self.local = is_local(endpoint)
         self.lost = False  # the store does not hear it
         self.recent: deque[PolicyId] = deque(maxlen=RELAY_KEEPS)
         self.banned: set[str] = set()
@@ -112,6 +114,25 @@ class _Tree:
                 return True
             at = self.pulls[at].source
         return at == below
+
+
+class _Room:
+    """Who may be pulled from, looked up once for all who wait (else what a push to a thousand nodes costs the store
+    rises with their cube): how many pull from each, the `relays` of the file, and the fewest that any source has;
+    `to_come`: a volunteer has not asked yet."""
+
+    __slots__ = ("least", "load", "relays", "to_come", "volunteers")
+
+    def __init__(self, load: Counter[str], relays: list[str], volunteers: bool, to_come: bool) -> None:
+        self.load, self.relays, self.volunteers, self.to_come = load, relays, volunteers, to_come
+        self.least = min(load[source] for source in (STORE, *relays))
+
+    def taken(self, source: str, relay: str | None) -> None:
+        """One more pulls from `source`, and passes it on as `relay` itself."""
+        self.load[source] += 1
+        if relay is not None:
+            self.relays.append(relay)
+        self.least = min(self.load[source] for source in (STORE, *self.relays))
 
 
 class Relays:
@@ -243,11 +264,15 @@ class Relays:
         """A source for everyone who waits, as far as there is room; volunteers first, since each makes more of it."""
         tree = self._trees[policy]
         waiting = [name for name, pull in tree.pulls.items() if pull.source is None and pull.done is None]
+        if not waiting:
+            return []
+        room = self._room(policy, tree)
         grants = []
         for name in sorted(waiting, key=lambda name: not self._nodes[name].endpoint):
-            source = self._best(name, policy, tree)
+            source = self._best(name, tree, room)
             if source is not None:
                 grants.append(self._give(name, policy, source, now))
+                room.taken(source, name if self._passes_on(name, policy, tree) else None)
         return grants
 
     def _give(self, name: str, policy: PolicyId, source: str, now: float) -> Grant:
@@ -258,52 +283,58 @@ class Relays:
         pull.had.add(source)
         return Grant(name, policy, source)
 
-    def _best(self, name: str, policy: PolicyId, tree: _Tree) -> str | None:
+    def _best(self, name: str, tree: _Tree, room: _Room) -> str | None:
         """The store for the first few; after them a relay that has the whole file, or the one nearest to the store,
         and of equals the one with the fewest children; the store again when no relay has room. None: nor has it."""
-        pull = tree.pulls[name]
-        if len(pull.left) >= LAST_TRY or not self.volunteers:
+        pull, load = tree.pulls[name], room.load
+        if len(pull.left) >= LAST_TRY or not room.volunteers:
             return STORE
-        load, room = tree.load(), self._room(name, tree)
+        # One place at each source is kept for a volunteer, which makes room for others, while one has not asked yet.
+        limit = self._fanout - (room.to_come and not self._nodes[name].endpoint)
+        if room.least >= limit:
+            return STORE if pull.left else None  # who left one has waited for a time-out already
         sources = [
             (tree.depth(relay), load[relay], relay)
-            for relay in self._candidates(name, policy, tree)
-            if load[relay] < room
+            for relay in room.relays
+            if load[relay] < limit and self._may_pull(name, relay, tree)
         ]
         whole = [source for source in sources if tree.pulls[source[2]].done is not None]
-        free = load[STORE] < room
-        if free and not whole and tree.copies < room:
+        free = load[STORE] < limit
+        if free and not whole and tree.copies < limit:
             return STORE
         if sources:
             return min(whole or sources)[2]
-        return STORE if free or pull.left else None  # who left one has waited for a time-out already
+        return STORE if free or pull.left else None
 
-    def _room(self, name: str, tree: _Tree) -> int:
-        """How many may pull from the source of this node. One place at each is kept for a volunteer, which makes room
-        for others, while one has not asked yet."""
-        to_come = any(relay not in tree.pulls for relay in self.volunteers)
-        is_leaf = not self._nodes[name].endpoint
-        return self._fanout - (is_leaf and to_come)
+    def _room(self, policy: PolicyId, tree: _Tree) -> _Room:
+        volunteers = self.volunteers
+        to_come = any(relay not in tree.pulls for relay in volunteers)
+        relays = [relay for relay in tree.pulls if self._passes_on(relay, policy, tree)]
+        return _Room(tree.load(), relays, bool(volunteers), to_come)
 
-    def _candidates(self, name: str, policy: PolicyId, tree: _Tree) -> Iterator[str]:
-        node, pull = self._nodes[name], tree.pulls[name]
-        for relay, its in tree.pulls.items():
-            other = self._nodes.get(relay)
-            if (
-                other is not None
-                and other.endpoint
-                and not other.lost
-                and relay != name
-                and its.source is not None
-                and policy in other.recent
-                and relay not in tree.silent
-                and relay not in node.banned
-                and relay not in pull.left
-                and not self._lies(relay)
-                and can_reach(node.place, other.place, other.endpoint)
-                and not tree.leads_to(relay, name)
-            ):
-                yield relay
+    def _passes_on(self, relay: str, policy: PolicyId, tree: _Tree) -> bool:
+        """Whether it may have children for this file."""
+        node = self._nodes.get(relay)
+        return (
+            node is not None
+            and node.endpoint != ""
+            and not node.lost
+            and tree.pulls[relay].source is not None
+            and policy in node.recent
+            and relay not in tree.silent
+            and not self._lies(relay)
+        )
+
+    def _may_pull(self, name: str, relay: str, tree: _Tree) -> bool:
+        """Whether this node may be its child, as far as only the two are concerned."""
+        node, other = self._nodes[name], self._nodes[relay]
+        return (
+            relay != name
+            and relay not in node.banned
+            and relay not in tree.pulls[name].left
+            and (not other.local or node.place == other.place)
+            and not tree.leads_to(relay, name)
+        )
 
     def _reported(self, name: str, policy: PolicyId, relay: str, trouble: Trouble, now: float) -> list[Grant]:
         """What a node says of the source that it had."""
@@ -362,12 +393,3 @@ class Relays:
         grants = [self._give(name, policy, STORE, now) for name in slow[: max(0, free)]]
         self.bypasses.update(["slow"] * len(grants))
         return grants
-
-
-def can_reach(place: str, relays_place: str, endpoint: str) -> bool:
-    """Whether a node at `place` can dial a relay: an endpoint on loopback, or a socket file, is for those who share its
-    place alone."""
-    scheme, _, address = endpoint.partition("://")
-    host = address.rpartition(":")[0].strip("[]")
-    local = scheme == "ipc" or host in ("localhost", "::1") or host.startswith("127.")
-    return not local or place == relays_place

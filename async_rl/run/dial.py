@@ -44,7 +44,7 @@ def listen_as_relay(context: PoolContext, endpoint: str) -> tuple[Server, NodeDo
 
 
 def dial_relay(context: PoolContext, source: Source) -> Client:
-    """A link to a relay, not connected yet. Raises AsyncRLError for an endpoint that is not allowed, and without its key."""
+    """A link to a relay, not connected yet. Raises AsyncRLError for an endpoint that is not allowed, or no key."""
     directory = context.directory
     keys = dial_keys(keys_folder(context.config), "node")
     return Client(
