@@ -176,7 +176,7 @@ def _check_nodes(config: Config) -> None:
         sends_routes=config.algorithm.router_replay == "rollout",
         deterministic=config.run.deterministic,
     )
-    check_relay(config.inference, encrypted=bool(config.buffer.keys))
+    check_relay(config.inference, encrypted=bool(config.buffer.keys), placed=config.launch.kind == "ray")
     if config.run.deterministic and (settings := lacking_for_determinism(config)):
         raise ConfigError(f"run.deterministic = true needs other settings: add {' '.join(settings)}")
 

@@ -8,8 +8,9 @@ from async_rl.schema import ConfigError, changed
 from async_rl.wire.security import check_endpoint, is_wildcard
 
 
-def check_relay(inference: InferenceConfig, *, encrypted: bool) -> None:
-    """The settings of one group's nodes; `encrypted`: there are keys. Raises ConfigError."""
+def check_relay(inference: InferenceConfig, *, encrypted: bool, placed: bool = False) -> None:
+    """The settings of one group's nodes; `encrypted`: there are keys; `placed`: whoever starts a node puts its
+    machine's address in place of a wildcard. Raises ConfigError."""
     if not inference.relay:
         for key in changed(inference, ("relay_endpoint", "relay_address")):
             raise ConfigError(f"[inference] {key} has no meaning without relay = true: remove it or set that")
@@ -17,7 +18,7 @@ def check_relay(inference: InferenceConfig, *, encrypted: bool) -> None:
     _check(inference.relay_endpoint, "relay_endpoint", encrypted)
     if inference.relay_address:
         _check(inference.relay_address, "relay_address", encrypted)
-    if is_wildcard(inference.relay_address or inference.relay_endpoint):
+    if is_wildcard(inference.relay_address or inference.relay_endpoint) and not placed:
         raise ConfigError(
             f"[inference] relay_endpoint = {inference.relay_endpoint!r} is every address of a machine, and none that "
             'others can dial: set relay_address as well, for example to "tcp://10.0.0.7:*", on each machine its own'

@@ -26,6 +26,7 @@ import tomli_w
 from async_rl.errors import AsyncRLError
 from async_rl.run.launch import ProcessSpec, kill_group, spawn
 from async_rl.run.scratch import Scratch
+from async_rl.wire.security import with_host
 
 PIECE_BYTES = 64 << 10  # of a log, in one answer: small enough that it is no object of Ray's store
 POLL_S = 0.05
@@ -67,6 +68,8 @@ class Host:
     """One process, from its start to its end. Each method may be called from another thread."""
 
     def __init__(self) -> None:
+        self.address = ""
+        """Of this machine, for its peers; empty where nobody knows it."""
         self._scratch: Scratch | None = None
         self._log = Path()
         self._pid = 0
@@ -153,10 +156,14 @@ class Host:
             _write(place / name, content)
         (place / "logs").mkdir(mode=0o700)
         config = place / "config.toml"
+        table = tomllib.loads(config.read_text())
         if (place / KEYS).is_dir():
-            table = tomllib.loads(config.read_text())
             table["buffer"]["keys"] = str(place / KEYS)
-            config.write_text(tomli_w.dumps(table))
+        inference = table.get("inference", {})
+        for nodes in (inference, *inference.get("group", ())):
+            for key in {"relay_endpoint", "relay_address"} & nodes.keys() if self.address else ():
+                nodes[key] = with_host(nodes[key], self.address)
+        config.write_text(tomli_w.dumps(table))
         return replace(order.spec, arguments=_led(order.spec.arguments, config, place))
 
     def _read(self, offset: int) -> bytes:

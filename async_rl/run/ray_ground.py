@@ -40,6 +40,7 @@ from async_rl.wire.security import is_local, with_host
 LOOK_S = 1.0  # how long an actor with nothing new to say keeps a look waiting
 UNAVAILABLE_S = 1.0  # between looks at an actor that Ray cannot reach for now
 DIAL_S = 5.0
+TELL_S = 10.0  # without a place, until its log says so
 CLOSE_S = 5.0  # for an actor to take its files away
 OBJECT_STORE_BYTES = 80 << 20  # of a cluster that is started here: Ray's least, as nothing goes through it
 NODE_KEYS = ("node.secret", f"{SERVICE}.public")
@@ -60,8 +61,8 @@ class RayHost(Host):
         return Meeting(ray.util.get_node_ip_address(), self.free_port())
 
     def start(self, order: Order) -> Started:
-        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return super().start(order)._replace(node=node, address=address)
+        self.address = ray.util.get_node_ip_address()
+        return super().start(order)._replace(node=ray.get_runtime_context().get_node_id(), address=self.address)
 
 
 class RayGround:
@@ -243,6 +244,7 @@ class RayHandle:
         self._place = place
         self._log = log
         self._asked = time.monotonic()
+        self._told = False  # that it waits
         self._order = order
         alone = order.spec.world == 1
         self._meeting: Any = None if alone or order.spec.rank else actor.meeting.remote()
@@ -304,12 +306,18 @@ class RayHandle:
         if self._starting is None:
             self._await_meeting()
         if self._starting is None or not _is_there(self._starting):
-            if time.monotonic() - self._asked > limit:
-                wanted = ", ".join(f"{size:g} {name}" for name, size in bundle(self._place).items()) or "nothing"
+            waited = time.monotonic() - self._asked
+            wanted = ", ".join(f"{size:g} {name}" for name, size in bundle(self._place).items()) or "nothing"
+            if waited > limit:
                 self._fail(
                     f"no machine of the Ray cluster had room for it ({wanted}) within {limit:g} s, or its environment "
                     "was not ready: `ray status` shows what there is; [launch.ray] says what to ask for, and how long"
                 )
+            elif waited > TELL_S and not self._told:
+                self._told = True
+                words = f"waits for a machine of the Ray cluster with room for it ({wanted}), {limit:g} s at most"
+                add_line(self._log, words)
+                self._tell(f"{self._name} {words}")
             return
         started: Started = ray.get(self._starting)
         if started.error:

@@ -21,6 +21,14 @@ def test_relays_are_off_and_then_on_loopback() -> None:
     configured(relay=True, relay_endpoint="tcp://0.0.0.0:5710", relay_address="tcp://10.0.0.7:*", keys="k")
 
 
+def test_where_ray_places_nodes_each_machine_puts_its_own_address_in() -> None:
+    table = {
+        "model": {"path": "m"}, "task": {"kind": "digit_sort"}, "buffer": {"keys": "k"}, "launch": {"kind": "ray"},
+        "inference": {"relay": True, "relay_endpoint": "tcp://*:*"},
+    }  # fmt: skip
+    config_from_table(table, "test")
+
+
 @pytest.mark.parametrize(
     ("inference", "keys", "said"),
     [

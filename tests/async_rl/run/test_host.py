@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,6 +110,17 @@ def test_a_node_gets_its_files_in_a_folder_that_is_taken_away(host: Host, direct
     assert mine == "yes"
     host.close()
     assert not Path(place).parent.exists()
+
+
+def test_a_relays_wildcard_becomes_the_address_of_its_machine(host: Host, directory: Path) -> None:
+    config = '[inference]\nrelay_endpoint = "tcp://*:*"\n[[inference.group]]\nrelay_endpoint = "tcp://0.0.0.0:57"\n'
+    files = {"run.json": b"{}", "config.toml": config.encode()}
+    host.address = "10.0.0.7"
+    where = ("--config", "c", "--dir", str(directory))
+    assert host.start(order("shows", directory, *where, files=files)).error == ""
+    shown = tomllib.loads(json.loads(everything(host)[0])[4])["inference"]
+    assert shown["relay_endpoint"] == "tcp://10.0.0.7:*"
+    assert shown["group"][0]["relay_endpoint"] == "tcp://10.0.0.7:57"
 
 
 def test_who_needs_the_runs_directory_and_has_it_not_is_not_started(host: Host, directory: Path) -> None:
