@@ -76,6 +76,7 @@ class FullWeights(AdamW):
         """Of several ranks."""
         from trainer.fsdp import saved
 
-        state = saved.read(folder, self.parameters)
+        state = saved.lay_out(folder, self.parameters)
+        saved.fill(folder, state)
         saved.check_digest(folder, {name: state[name] for name in self.parameters}, digest)
         saved.restore(state, self.parameters, self.optimizer)

@@ -68,26 +68,24 @@ class ShardedFull(FullWeights):
         self._on_rank_0(write, f"writing {folder}")
 
     def save(self, folder: Path) -> None:
-        """shard-*.safetensors of each rank (trainer.fsdp.saved), and backend.json."""
+        """backend.json, and shard-*.safetensors of each rank (trainer.fsdp.saved)."""
         counters = Counters(self.steps, self._weights_digest(), self.model_path, "full")
-        saved.write(folder, saved.state_of(self.parameters, self.optimizer), self.device)
 
         def write() -> str:
             write_counters(folder, counters)
             return ""
 
         self._on_rank_0(write, f"writing checkpoint {folder}")
+        saved.write(folder, saved.state_of(self.parameters, self.optimizer), self.device)
 
     def load(self, folder: Path) -> None:
         """See the contract; of a checkpoint of any number of ranks, or of one process."""
-        error, counters, state = None, None, {}
-        try:
-            counters = read_counters(folder, "full")
-            state = saved.read(folder, self.parameters)
-        except Exception as raised:
-            error = raised
-        agreement.agree(error, f"reading checkpoint {folder}", self.device)
-        assert counters is not None
+
+        def look() -> tuple[Counters, saved.State]:
+            return read_counters(folder, "full"), saved.lay_out(folder, self.parameters)
+
+        counters, state = agreement.everywhere(look, f"reading checkpoint {folder}", self.device)
+        saved.fill(folder, state)
         digest = counters.digest
         self._check(folder, {name: state[name] for name in self.parameters}, digest)
         saved.restore(state, self.parameters, self.optimizer)

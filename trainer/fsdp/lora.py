@@ -72,9 +72,11 @@ class ReplicatedLora(LoraWeights):
 
     def load(self, folder: Path) -> None:
         """See the contract; of a checkpoint of any number of ranks, of one process or of backend "megatron"."""
-        error = None
+        restore = self.snapshot()
         try:
-            super().load(folder)
-        except Exception as raised:
-            error = raised
-        agreement.agree(error, f"reading checkpoint {folder}", self.device)
+            agreement.everywhere(
+                lambda: LoraWeights.load(self, folder), f"reading checkpoint {folder}", self.device
+            )
+        except BaseException:
+            restore()
+            raise

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.errors import AsyncRLError
 from async_rl.policy.update_file import weights_digest
-from trainer.optimizer_state import MOMENTS
+from trainer.optimizer_state import COUNTERS_FILE, MOMENTS
 from trainer.ranks import agreement
 
 State = dict[str, torch.Tensor]
@@ -41,50 +41,55 @@ def state_of(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.opti
 
 
 def write(folder: Path, state: State, device: torch.device) -> None:
-    """Into a folder that all ranks see; on all of them at once. Raises AsyncRLError on all of them."""
+    """Into a folder with its backend.json, that all ranks see; on all of them at once. Raises AsyncRLError on all of
+    them."""
+    # Else torch would make the folder where it is not, and the checkpoint lack that rank's rows.
+    if blind := agreement.ranks_that(not (folder / COUNTERS_FILE).is_file(), device):
+        raise AsyncRLError(
+            f"checkpoint {folder}: rank {blind[0]} does not see what rank 0 has put there: a run's directory has to be "
+            "one that the ranks of all machines share"
+        )
     error = None
     try:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         dcp.save(state, storage_writer=writer)
-    except Exception as raised:
-        error = AsyncRLError(f"{_first_line(raised)}")
+    except (Exception, CheckpointException) as raised:
+        error = AsyncRLError(f"checkpoint {folder}: cannot be written: {_words(raised)}")
     agreement.agree(error, f"writing a part of checkpoint {folder}", device)
 
 
-def read(folder: Path, parameters: Mapping[str, torch.Tensor]) -> State:
-    """What `write` was given, laid out as `parameters` are here: on ranks, which call it at once, their parts, in one
-    process (without a process group) all of it. New tensors: nothing has changed when it raises AsyncRLError, for files
-    that are missing or broken, or of another model."""
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        found = reader.read_metadata().state_dict_metadata
-        with_moments = _check(folder, found, parameters)
-        state = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
-        for name in with_moments:
-            for moment in MOMENTS[:2]:
-                state[f"{moment}/{name}"] = torch.empty_like(parameters[name])
-            state[f"step/{name}"] = torch.empty((), dtype=torch.float32)
-        _fill(state, reader)
-    except AsyncRLError:
-        raise
-    except Exception as error:
-        raise AsyncRLError(f"checkpoint {folder}: cannot be read: {_first_line(error)}") from error
+def lay_out(folder: Path, parameters: Mapping[str, torch.Tensor]) -> State:
+    """New tensors for what `write` was given, laid out as `parameters` are here: on ranks their parts, in one process
+    all of it. On each rank by itself. Raises AsyncRLError for files that are missing or broken, or of another model."""
+    with_moments = _check(folder, _stored(folder), parameters)
+    state = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
+    for name in with_moments:
+        for moment in MOMENTS[:2]:
+            state[f"{moment}/{name}"] = torch.empty_like(parameters[name])
+        state[f"step/{name}"] = torch.empty((), dtype=torch.float32)
     return state
+
+
+def fill(folder: Path, state: State) -> None:
+    """What `lay_out` has given; on all ranks at once, or in one process without a process group. Raises AsyncRLError,
+    on all of them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+            reader = HuggingFaceStorageReader(str(folder))
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (Exception, CheckpointException) as error:
+        raise AsyncRLError(f"checkpoint {folder}: cannot be read: {_words(error)}") from error
 
 
 def read_weights(folder: Path, digest: str) -> State:
     """The parameters alone, whole, in one process. Raises AsyncRLError also when they are not those of `digest`."""
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        found = reader.read_metadata().state_dict_metadata
-        state = {
-            name: torch.empty(stored.size, dtype=stored.properties.dtype)
-            for name, stored in found.items()
-            if isinstance(stored, TensorStorageMetadata) and "/" not in name
-        }
-        _fill(state, reader)
-    except Exception as error:
-        raise AsyncRLError(f"checkpoint {folder}: cannot be read: {_first_line(error)}") from error
+    state = {
+        name: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for name, stored in _stored(folder).items()
+        if isinstance(stored, TensorStorageMetadata) and "/" not in name
+    }
+    fill(folder, state)
     check_digest(folder, state, digest)
     return state
 
@@ -127,12 +132,18 @@ def _check(folder: Path, found: Mapping[str, object], parameters: Mapping[str, t
     return names
 
 
-def _fill(state: State, reader: HuggingFaceStorageReader) -> None:
-    alone = not dist.is_initialized()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
-        dcp.load(state, storage_reader=reader, no_dist=alone)
+def _stored(folder: Path) -> Mapping[str, object]:
+    """What is said of each tensor."""
+    try:
+        found: Mapping[str, object] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise AsyncRLError(f"checkpoint {folder}: cannot be read: {_words(error)}") from error
+    return found
 
 
-def _first_line(error: BaseException) -> str:
+def _words(error: BaseException) -> str:
+    """One line. What went wrong on ranks, torch raises on all of them, with tracebacks, and not as an Exception."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {_words(cause)}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -5,11 +5,14 @@ Every function is called on all ranks at once."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from async_rl.errors import AsyncRLError
+
+Result = TypeVar("Result")
 
 
 def ranks_that(is_so: bool, device: torch.device) -> list[int]:
@@ -33,6 +36,18 @@ def agree(error: Exception | None, what: str, device: torch.device) -> None:
     if error is not None:
         raise error
     raise AsyncRLError(f"{what} failed on rank {rank}: {said}")
+
+
+def everywhere(work: Callable[[], Result], what: str, device: torch.device) -> Result:
+    """What `work` gives on this rank, once it went well on all of them; it must not wait for the others. Raises as
+    `agree` does."""
+    error, result = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    agree(error, what, device)
+    return result  # type: ignore[return-value]
 
 
 def from_rank(rank: int, message: bytes, device: torch.device) -> bytes:
