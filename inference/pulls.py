@@ -153,9 +153,11 @@ class FilePuller:
         try:
             way.follow(self._find(FindSource(policy)))
             self._write(way, path, shared)
-        except BaseException:
+        except BaseException as error:
             if relay is not None:
                 relay.drop(policy)
+                if isinstance(error, OSError):  # the disk may be full of what is kept for others
+                    relay.drop_all()
             raise
         self._store.send(Pulled(policy, way.relayed))
 

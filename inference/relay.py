@@ -108,11 +108,15 @@ class Relay:
         if file is not None:
             file.close()
 
+    def drop_all(self) -> None:
+        """Those that pull from here go elsewhere, without having to wait."""
+        for policy in list(self._files):
+            self.drop(policy)
+
     def close(self) -> None:
         self._closing.set()
         self._thread.join(END_S)
-        for policy in list(self._files):
-            self.drop(policy)
+        self.drop_all()
 
     def _run(self) -> None:
         try:

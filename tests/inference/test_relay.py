@@ -266,6 +266,23 @@ def test_a_relay_without_the_file_says_so_and_costs_no_time_out(house: House) ->
     assert status(house).bypasses == {"gone": 1}
 
 
+def test_a_node_whose_disk_fails_keeps_no_file_for_others(house: House) -> None:
+    """Names are gone and descriptors open, so they would fill the disk for as long as it runs."""
+    (node,) = volunteers(house, "a")
+    data = house.upload(1, data_of(1))
+    node.expect(1, data)
+    node.folder.rmdir()
+    data = house.upload(2, data_of(2))
+    node.expect_failure(2)
+    node.folder.mkdir()
+    node.expect(2, data)
+    child = dialled(node.relaying.relay)
+    for version, error in ((1, "this node does not have it"), (2, "")):
+        child.send(Pull(policy(version), 0, CHUNK_BYTES))
+        assert child.receive(PATIENCE_S, "a chunk").message.error == error
+    child.close(0.2)
+
+
 def test_a_policy_that_is_stored_in_another_form_is_had_of_nobody_who_has_the_first(house: House) -> None:
     """As by a trainer that goes on from a checkpoint. Nobody has sent wrong bytes."""
     old = volunteers(house, "a", "b")
