@@ -66,10 +66,10 @@ def dense_unseen_by_sglang(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The layers without experts of a model's config.json that SGLang makes layers with experts of, whose weights it
     then leaves as they lie in memory. By its source (0.5.23, srt/models/qwen3_moe.py and qwen2_moe.py, stage_facts),
     which reads neither mlp_only_layers nor decoder_sparse_step; Qwen3's was seen to be so."""
+    if (config.get("text_config") or config).get("model_type") not in ALL_SPARSE_IN_SGLANG:
+        return ()  # before its layers are asked for: others name them as they like, and no engine but SGLang is meant
     shape = route_shape(config)
-    if shape is None or (config.get("text_config") or config).get("model_type") not in ALL_SPARSE_IN_SGLANG:
-        return ()
-    return tuple(sorted(set(range(shape.layers)) - set(shape.routed)))
+    return () if shape is None else tuple(sorted(set(range(shape.layers)) - set(shape.routed)))
 
 
 def has_experts(file: Path) -> bool:

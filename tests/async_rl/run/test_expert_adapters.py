@@ -45,6 +45,7 @@ def test_what_a_node_can_serve_is_not(tmp_path: Path) -> None:
     check(config_of(tmp_path, MIXTURE, "sglang"))
     check(config_of(tmp_path, MIXTURE | {"mlp_only_layers": [0]}, "torch"))
     check(config_of(tmp_path, {"model_type": "qwen3", "num_hidden_layers": 2}))
+    check(config_of(tmp_path, {"model_type": "another", "n_layers": 2, "num_experts": 8, "moe_topk": 2}, "torch"))
 
 
 @pytest.mark.parametrize("shape", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
