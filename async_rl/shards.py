@@ -99,6 +99,7 @@ def whole_status(parts: Sequence[Status]) -> Status:
         handovers=total(part.handovers for part in parts),
         sampled_lengths=total(part.sampled_lengths for part in parts),
         reused=total(part.reused for part in parts),
+        messages=total(part.messages for part in parts),
         adaptive_bound=min(bounds) if bounds else None,
     )
 

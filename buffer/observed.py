@@ -41,6 +41,7 @@ class Observed:
         self.trouble = 0
         self.strays: Counter[str] = Counter()  # messages that cost their count and no more, by a few kinds
         self.wants: dict[str, NodeWants] = {}
+        self.messages: Counter[str] = Counter()  # to and from peers (Status.messages)
         self._life = secrets.token_hex(8)
         self._config = config
         self._started = now
@@ -114,6 +115,7 @@ class Observed:
             reused=replay.reused,
             adaptive_bound=replay.bound.bound if replay.rules.adaptive else None,
             life=self._life,
+            messages=dict(self.messages),
         )
 
     def reading(self, replay: Replay, nodes: Iterable[str], trainer: str, server: Server) -> Reading:

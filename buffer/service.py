@@ -132,8 +132,11 @@ class Service:
     def _handle(self, event: Received | PeerJoined | PeerLost) -> None:
         """Results wait for the end of the burst, but not longer than for the next event that is none."""
         if isinstance(event, Received) and isinstance(event.message, Results) and event.role == "node":
+            self._observed.messages["results"] += len(event.message.trajectories)
             self._on_results(event)
             return
+        if isinstance(event, Received) and not isinstance(event.message, StatusRequest):
+            self._observed.messages["control"] += 1
         self._apply_results()
         if isinstance(event, PeerLost):
             self._on_lost(event)
@@ -304,6 +307,8 @@ class Service:
 
     def _send(self, peer: str, message: Message, blobs: Sequence[bytes | memoryview] = ()) -> None:
         """To a peer that may have left since: then its PeerLost is on the way, and settles what this was about."""
+        if not isinstance(message, Batch | Status):
+            self._observed.messages["control"] += 1
         try:
             self._server.send(peer, message, blobs)
         except LinkError as error:

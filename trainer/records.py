@@ -189,6 +189,7 @@ def pools_record(status: Status, seen: Seen) -> Record:
         "quarantined": status.quarantined,
         "returned": status.returned,
         "reused": status.reused,
+        "messages": status.messages,
         "adaptive_bound": status.adaptive_bound,
         "nodes": [
             {

@@ -79,6 +79,7 @@ BENCHES = {
     "kernels": ("trainer.bench_kernels", "trainer"),
     "pipeline": ("async_rl.run.bench_pipeline", ""),
     "staleness": ("async_rl.run.bench_staleness", "trainer"),
+    "scale": ("async_rl.run.bench_scale", ""),
 }
 """By name: the module that is the benchmark, and the pool whose dependencies it needs."""
 

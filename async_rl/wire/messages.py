@@ -419,7 +419,8 @@ class Status(Message, frozen=True, tag=True):
     those that who asks has seen. `mismatches` likewise, of `mismatch_count`. `quarantined` and `returned` count how
     often a node was set aside, and came back. `reused` is what was lent again, by outcome, and how many batches were
     smaller for want of it. `life` names the buffer's process: with a new one `pushes` and `sampled_lengths` begin at 0,
-    and what the journal makes again, `mismatch_count` among it, goes on."""
+    and what the journal makes again, `mismatch_count` among it, goes on. `messages` of this process, each way:
+    "control" are those that carry no trajectory, statuses apart; "results" the attempts that nodes sent."""
 
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
@@ -446,6 +447,7 @@ class Status(Message, frozen=True, tag=True):
     reused: dict[str, int] = {}
     adaptive_bound: int | None = None
     life: str = ""
+    messages: dict[str, int] = {}
 
 
 class StatusRequest(Message, frozen=True, array_like=True, tag=True):
