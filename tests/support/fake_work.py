@@ -14,14 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from async_rl.config import Config, config_from_table
 from async_rl.fingerprint import pacing
 from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment, last_line
-from async_rl.trajectory import Segment, Trajectory, decode_trajectory, encode_trajectory, pack_segments
+from async_rl.trajectory import Packed, Segment, Trajectory, decode_trajectory, lay_out, pack_trajectory
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client, LinkClosed, LinkTimeout, Received
@@ -47,7 +46,7 @@ from async_rl.wire.messages import (
     Stop,
     TrainerReady,
 )
-from async_rl.wire.payloads import unpack_payloads
+from async_rl.wire.payloads import pack_payloads, unpack_payloads
 
 FINGERPRINT = {"test": "fake work"}
 PATIENCE_S = 60.0
@@ -126,16 +125,16 @@ def receive(link: Client, kind: type) -> Received:
             return received
 
 
-def trajectory_bytes(lease: int, sample: int, serves: PolicyId, name: str, rng: random.Random, tokens: int) -> bytes:
-    """As a node encodes them, every one different."""
+def packed_trajectory(lease: int, sample: int, serves: PolicyId, name: str, rng: random.Random, tokens: int) -> Packed:
+    """As a node packs them, every one different."""
     ids = np.array([rng.randrange(1000) for _ in range(tokens)], np.int32)
     mask = np.zeros(tokens, np.uint8)
     mask[: tokens // 4] = 1
     logprobs = np.where(mask == 0, -rng.random(), 0.0).astype(np.float32)
     run = VersionRun(serves.version, serves.digest, int((mask == 0).sum()))
-    headers, packed = pack_segments([Segment(ids, logprobs, mask, (run,), "stop")])
-    made = Trajectory(lease, sample, "ok", rng.random(), headers, packed, node=name, engine="test")
-    return encode_trajectory(made)
+    headers, pieces = lay_out([Segment(ids, logprobs, mask, (run,), "stop")])
+    made = Trajectory(lease, sample, "ok", rng.random(), headers, memoryview(b""), node=name, engine="test")
+    return pack_trajectory(made, pieces)
 
 
 class Published:
@@ -231,12 +230,13 @@ class FakeNode(Worker):
         if not self._owed or self.withholds:
             return
         made = {
-            key: trajectory_bytes(*key, policy(self._serves), self.name, self._random, self._length(self._random))
+            key: packed_trajectory(*key, policy(self._serves), self.name, self._random, self._length(self._random))
             for key in self._owed
         }
         self._owed.clear()
-        self.link.send(Results(tuple(msgspec.Raw(data) for data in made.values())))
-        self.delivered |= made
+        inline, blobs = pack_payloads(list(made.values()))
+        self.link.send(Results(inline), blobs)
+        self.delivered |= {key: packed.joined() for key, packed in made.items()}
 
 
 class FakeTrainer(Worker):
