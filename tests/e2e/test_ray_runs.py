@@ -24,7 +24,7 @@ from async_rl.run.summary import ledger_balances
 from async_rl.run.view import Address, fetch_status
 from async_rl.wire.messages import NodeStatus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.scale, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MEMORY = 80 << 20  # bytes of object store, Ray's least: nothing goes through it
 BOUND, STEPS = 4, 80
@@ -112,6 +112,7 @@ def left_behind(run: Path, temporary: Path) -> list[str]:
     return [*ours, *folders]
 
 
+@pytest.mark.scale
 def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(temporary, cluster, shell):
     run = shell.folder / "on-ray"
     launcher = shell.start(
@@ -151,6 +152,7 @@ def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(temporary, 
     wait_for(lambda: not left_behind(run, temporary), 15, lambda: f"nothing to be left: {left_behind(run, temporary)}")
 
 
+@pytest.mark.scale
 def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(temporary, shell):
     """And with keys the nodes, which get theirs from the launcher, reach the buffer at this machine's address."""
     run, keys = shell.folder / "killed", shell.folder / "keys"
@@ -181,6 +183,7 @@ def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(temp
     assert left_behind(run, temporary) == []
 
 
+@pytest.mark.faults
 def test_ranks_are_placed_one_by_one_and_all_start_again_when_one_is_killed(shell):
     run = shell.folder / "ranks"
     launcher = shell.start(
@@ -208,6 +211,38 @@ def test_ranks_are_placed_one_by_one_and_all_start_again_when_one_is_killed(shel
     assert real_runs.processes_of(run) == []
 
 
+@pytest.mark.faults
+def test_a_raylet_that_takes_buffer_store_and_trainer_along_costs_the_steps_since_the_checkpoint(temporary, shell):
+    made = Cluster(initialize_head=True, head_node_args=raylet(num_cpus=1, include_dashboard=False))
+    try:
+        home = made.add_node(**raylet(num_cpus=0, resources={"home": 3}))
+        run = shell.folder / "homeless"
+        launcher = shell.start(
+            "run", str(shell.config), "--out", str(run), "--set", "run.steps=10", "--set", "run.eval_every=0",
+            "--set", "inference.nodes=1", "--set", "inference.max_tokens_per_second=300",
+            "--set", "launch.kind=ray", "--set", f"launch.ray.address={made.address}",
+            "--set", "launch.ray.services={num_cpus=0, resources={home=1}}",
+            "--set", "launch.ray.trainer={num_cpus=0, resources={home=1}}",
+        )  # fmt: skip
+        real_runs.wait_for(
+            lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 3, 300, "three steps"
+        )
+        made.remove_node(home, allow_graceful=False)
+        made.add_node(**raylet(num_cpus=0, resources={"home": 3}))
+        output, _ = launcher.communicate(timeout=400)
+    finally:
+        made.shutdown()
+    assert launcher.returncode == 0, output
+    for name in ("buffer", "store", "trainer"):
+        assert f"{name} was lost with its machine" in output
+    summary = real_runs.summary(run)
+    assert ledger_balances(summary["ledger"])
+    assert summary["ledger"]["trained"] == 10 * 4 * 8
+    assert [record["step"] for record in real_runs.records(run)] == list(range(10))
+    assert not left_behind(run, temporary)
+
+
+@pytest.mark.scale
 def test_what_no_machine_has_room_for_is_said_and_ends_the_run(shell):
     run = shell.folder / "too-large"
     code, output = shell.run(
