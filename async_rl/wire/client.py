@@ -58,8 +58,8 @@ from async_rl.wire.security import check_endpoint
 from async_rl.wire.session import Session, Verdict
 
 BURST_MESSAGES = 64  # read before looking at the other direction
-HOLD_S = 0.002  # how long a small message waits for company while others are under way
-LOOK_S = 0.0003  # a caller that sends and sends looks this often for what has come: a look costs a system call
+HOLD_S = 0.005  # how long a small message waits for company while others are under way
+LOOK_S = 0.001  # a caller that sends and sends looks this often for what has come: a look costs a system call
 EVENTS, POLLIN, POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)  # plain: an enum's operators are slow
 
 

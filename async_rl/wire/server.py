@@ -61,6 +61,7 @@ STRANGERS_BYTES = 4 << 10  # more than any Hello; what is larger is not looked a
 MAX_PEERS = 1 << 14  # far more than anybody has machines
 REMEMBERED_REFUSALS = 1024  # disconnected clients that still get to read why
 GATHER_S = 0.0003  # under a stream of messages: a burst of one costs nearly as much as a burst of ten
+GATHER_LONGEST_S = 0.001  # GATHER_S for each message of the burst before, but no longer: who is alone waits for little
 BLOCKED_RETRY_S = 0.002  # a ROUTER cannot wait for room towards one peer
 NOTHING = Report(0, 0)
 
@@ -134,6 +135,7 @@ class Server:
         self._ready: set[_Peer] = set()  # credit or a message arrived: try to send
         self._next_sweep = 0.0
         self._returned = 0.0  # when the last burst, no full one, was handed to the caller
+        self._gather_s = GATHER_S
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -170,8 +172,8 @@ class Server:
         self.acknowledge()
         started = time.monotonic()
         deadline = started + timeout_s
-        if started - self._returned < GATHER_S:
-            time.sleep(min(GATHER_S, timeout_s))
+        if started - self._returned < self._gather_s:
+            time.sleep(min(self._gather_s, timeout_s))
         while True:
             self._drain()
             now = time.monotonic()
@@ -179,6 +181,7 @@ class Server:
             if self._events:
                 events, self._events = self._events, []
                 self._returned = now if len(events) < BURST_MESSAGES else 0.0
+                self._gather_s = min(len(events) * GATHER_S, GATHER_LONGEST_S)
                 return events
             if now >= deadline:
                 return []
