@@ -7,8 +7,9 @@
 
 A shard has to know what a node serves before it can lease it anything, and no token counts before the node has shown
 the policy it is of. Of several shards most have nothing to do with a node just now. So the first hears at once (it
-evaluates, and measures pushes), and so do those that may lease something at any moment; the others hear it before the
-next that is said to them, and of what came and went while the node had no lease of theirs only the last.
+evaluates, and measures pushes), and so do those that may lease something at any moment, or have set the node aside (a
+run ends when a shard has had all nodes aside for too long); the others hear it before the next that is said to them,
+and of what came and went while the node had no lease of theirs only the last.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class BufferTalk:
         self.asking = Asking(self.shards, group_size, home_shard(name, self.shards))
         self._leases = leases
         self._untold: list[list[NodeServing | NodeHolds]] = [[] for _ in self.clients]
+        self._aside: set[int] = set()  # shards that have set this node aside, and have leased it nothing since
         self._only: int | None = None
         self._sessions = self._counted()
 
@@ -81,6 +83,17 @@ class BufferTalk:
         finally:
             self._only = None
 
+    def granted(self, lease: int, samples: int) -> None:
+        shard = shard_of(lease, self.shards)
+        self._aside.discard(shard)
+        self.asking.granted(shard, samples)
+
+    def set_aside(self, shard: int) -> None:
+        """The shard leases this node nothing until it serves a later policy: from now on it hears of each at once, and
+        of one that it has not been told of now."""
+        self._aside.add(shard)
+        self._catch_up(shard)
+
     def flush(self, timeout_s: float) -> None:
         self._buffer.flush(timeout_s)
 
@@ -108,10 +121,13 @@ class BufferTalk:
 
     def tell(self, shard: int, message: Message, blobs: Sequence[bytes | memoryview] = ()) -> None:
         """One shard, after what it has not been told of."""
+        self._catch_up(shard)
+        self.clients[shard].send(message, blobs)
+
+    def _catch_up(self, shard: int) -> None:
         untold, self._untold[shard] = self._untold[shard], []
         for each in untold:
             self.clients[shard].send(each)
-        self.clients[shard].send(message, blobs)
 
     def results(self, trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, Results, list[bytes | memoryview]]]:
         """Messages with these, each for the shard of its leases."""
@@ -124,7 +140,7 @@ class BufferTalk:
         for shard, untold in enumerate(self._untold):
             if isinstance(message, NodeServing) and not self.leases_of(shard):
                 untold[:] = [each for each in untold if isinstance(each, NodeHolds)]
-            if shard == 0 or self.asking.waits_at(shard):
+            if shard == 0 or shard in self._aside or self.asking.waits_at(shard):
                 self.tell(shard, message)
             else:
                 untold.append(message)

@@ -29,7 +29,6 @@ from async_rl.run.pages import settle
 from async_rl.run.process import PoolContext, pool_main
 from async_rl.run.scratch import Scratch
 from async_rl.run.shard_links import BufferLink, clients_of
-from async_rl.shards import shard_of
 from async_rl.tasks.registry import load_task
 from async_rl.trajectory import Trajectory, decode_trajectory
 from async_rl.version import PolicyId
@@ -220,6 +219,7 @@ class Node:
                 self._departure.begin(time.monotonic(), grace_s, "async-rl drain")
             case Received(message=Cancel((), reason)):  # of no lease, but why there will be none
                 log.error("%s", reason)
+                self._talk.set_aside(self._talk.shard_of(item))
             case Received(message=Cancel(leases, reason)):
                 log.info("%d leases cancelled: %s", len(leases), reason)
                 for lease_id in leases:
@@ -280,7 +280,7 @@ class Node:
 
     def _count(self, lease: Lease) -> None:
         if lease.split == "train":
-            self._talk.asking.granted(shard_of(lease.lease, self._talk.shards), len(lease.samples))
+            self._talk.granted(lease.lease, len(lease.samples))
 
     def _start(self, lease: Lease, open_lease: Callable[[], Sequence[Request | ToScore]]) -> None:
         try:
