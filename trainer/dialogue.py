@@ -83,7 +83,8 @@ class Dialogue:
         requests = [request] * self.shards if isinstance(request, Message) else list(request)
         for shard, (client, each) in enumerate(zip(self._clients, requests, strict=True)):
             if shard == 1 and between is not None:
-                self._clients[0].flush(timeout_s)
+                with self._watchdog.expect("waits for the first shard to take its question in", timeout_s):
+                    self._clients[0].flush(timeout_s)
                 between()
             client.send(each)
         again = dict(enumerate(requests))
