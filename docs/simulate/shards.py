@@ -49,13 +49,13 @@ def page(rows: list[dict[str, object]]) -> str:
         "groups a node is 1.8 times what is in flight or more. Idle time is taken after the first steps, as `async-rl "
         "simulate` does; messages are those to and from the buffer that carry no trajectory, for each that came back.",
         "",
-        "| nodes | groups a batch | a step in s | steps | staleness max | bound | trainer idle | nodes idle | messages | lost with a "
-        "node, leased again | computed in s |",
+        "| nodes | groups a batch | a step in s | steps | staleness max | bound | trainer idle | nodes idle | "
+        "messages | lost with a node, leased again | computed in s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['nodes']:,} | {row['groups']:,} | {row['step_s']:g} | {row['steps']} | {row['staleness_max']} | {BOUND} | "
-        f"{row['trainer_idle']:.1%} | {row['nodes_idle']:.1%} | {row['control_messages']:.2f} | "
+        f"| {row['nodes']:,} | {row['groups']:,} | {row['step_s']:g} | {row['steps']} | {row['staleness_max']} | "
+        f"{BOUND} | {row['trainer_idle']:.1%} | {row['nodes_idle']:.1%} | {row['control_messages']:.2f} | "
         f"{row['lost']:,.0f} | {row['took_s']:.0f} |"
         for row in rows
     ]
@@ -63,7 +63,7 @@ def page(rows: list[dict[str, object]]) -> str:
         "",
         f"The trainer waits for the oldest ticket. That of a dead node is noticed after three heartbeats and sampled "
         f"anew, for which {BOUND} steps ahead are time enough at {STEP_S:g} s a step and not at 1.5 s: there a trainer "
-        "stands still although nodes have nothing to do (`on_stale` and `order` choose otherwise).",
+        "stands still although nodes have nothing to do. So we explain it; one seed each.",
     ]
     return "\n".join(lines) + "\n"
 
