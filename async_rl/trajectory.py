@@ -290,9 +290,10 @@ class Packed:
     arrays that nobody has touched for a while costs ten times one of what lies in the cache; so they are copied once,
     into the message, at the moment in which that leaves. Leave them as they are until it is acknowledged."""
 
-    __slots__ = ("nbytes", "parts")
+    __slots__ = ("lease", "nbytes", "parts")
 
-    def __init__(self, parts: tuple[Any, ...], nbytes: int) -> None:
+    def __init__(self, lease: int, parts: tuple[Any, ...], nbytes: int) -> None:
+        self.lease = lease  # says which shard of the buffer it is for
         self.parts = parts
         self.nbytes = nbytes
 
@@ -315,7 +316,7 @@ def pack_trajectory(trajectory: Trajectory, pieces: Sequence[Any] = ()) -> Packe
         (of.components, of.position_rewards, of.node, of.engine, of.timings, of.note, of.policy_name)
     )[1:]
     head = b"".join((FIELDS, head[1:], bin_head(nbytes)))
-    return Packed((head, *arrays, tail), len(head) + nbytes + len(tail))
+    return Packed(of.lease, (head, *arrays, tail), len(head) + nbytes + len(tail))
 
 
 def bin_head(nbytes: int) -> bytes:

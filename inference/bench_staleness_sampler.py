@@ -24,7 +24,7 @@ from async_rl.run.pipes import take_over_pipes
 from async_rl.run.process import follow_parent
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Task, instance_of
-from async_rl.trajectory import Trajectory, encode_trajectory
+from async_rl.trajectory import Packed
 from async_rl.version import PolicyId
 from async_rl.wire.messages import Lease
 from inference.engine import Engine
@@ -49,7 +49,7 @@ class Sampler:
         for lease in order.leases:
             for request in self._book.open(lease):
                 self._engine.submit(request)
-        done: dict[Key, Trajectory] = {}
+        done: dict[Key, Packed] = {}
         while self._engine.active:
             for completion in self._engine.step():
                 asked = self._book.sampled(completion)
@@ -70,8 +70,8 @@ class Sampler:
                 self._engine.evict(other)
 
 
-def in_order(done: Mapping[Key, Trajectory], leases: list[Lease]) -> list[msgspec.Raw]:
-    return [msgspec.Raw(encode_trajectory(done[lease.lease, sample])) for lease in leases for sample in lease.samples]
+def in_order(done: Mapping[Key, Packed], leases: list[Lease]) -> list[msgspec.Raw]:
+    return [msgspec.Raw(done[lease.lease, sample].joined()) for lease in leases for sample in lease.samples]
 
 
 def make_sampler(config: Config) -> Sampler:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from async_rl.asking import Asking
 from async_rl.run.shard_links import BufferLink, ShardLinks, clients_of
 from async_rl.shards import home_shard, shard_of
-from async_rl.trajectory import Trajectory, decode_trajectory, pack_trajectory
+from async_rl.trajectory import Packed, decode_trajectory
 from async_rl.wire.link import Client, Received
 from async_rl.wire.messages import (
     GiveBack,
@@ -129,10 +129,10 @@ class BufferTalk:
         for each in untold:
             self.clients[shard].send(each)
 
-    def results(self, trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, Results, list[bytes | memoryview]]]:
+    def results(self, trajectories: Sequence[Packed]) -> Iterator[tuple[int, Results, list[bytes | memoryview]]]:
         """Messages with these, each for the shard of its leases."""
         for shard, own in self._by_shard(trajectories, lambda each: each.lease).items():
-            for batch in coalesce([pack_trajectory(each) for each in own]):
+            for batch in coalesce(own):
                 inline, blobs = pack_payloads(batch)
                 yield shard, Results(inline), blobs
 

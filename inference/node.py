@@ -30,7 +30,7 @@ from async_rl.run.process import PoolContext, pool_main
 from async_rl.run.scratch import Scratch
 from async_rl.run.shard_links import BufferLink, clients_of
 from async_rl.tasks.registry import load_task
-from async_rl.trajectory import Trajectory, decode_trajectory
+from async_rl.trajectory import Packed, decode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import LinkError, Received
 from async_rl.wire.messages import (
@@ -103,7 +103,7 @@ class Node:
         self._decode_steps = 0
         self._seconds_per_token = 1 / config.max_tokens_per_second if config.max_tokens_per_second else 0.0
         self._next_step = 0.0
-        self._outbox: list[Trajectory] = []
+        self._outbox: list[Packed] = []
         self._ready = ready
         self._life = secrets.token_hex(8)
         self._over: Stop | None = None
@@ -337,15 +337,15 @@ class Node:
     def _cannot_start(self, request: Request, reason: str) -> None:
         self._collect(self._book.unstarted(request.key, reason))
 
-    def _collect(self, trajectory: Trajectory | None) -> None:
+    def _collect(self, trajectory: Packed | None) -> None:
         if trajectory is not None:
             self._outbox.append(trajectory)
 
     # --- what the buffer hears ---------------------------------------------------------------------------------------
 
     def _send_results(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        for shard, results, blobs in self._talk.results(outbox):
+        finished, self._outbox = self._outbox, []
+        for shard, results, blobs in self._talk.results(finished):
             reached("node.before-results")
             self._talk.tell(shard, results, blobs)
 

@@ -17,12 +17,15 @@ from async_rl.tasks.task import Task, instance_of
 from async_rl.top_tokens import top_extras
 from async_rl.trajectory import (
     MaskReason,
+    Packed,
     Segment,
     Timings,
     Trajectory,
     TrajectoryError,
     check_trajectory,
+    lay_out,
     pack_segments,
+    pack_trajectory,
     segment_arrays,
 )
 from async_rl.version import PolicyId
@@ -124,7 +127,7 @@ class RolloutBook:
         training = (lease for lease, entry in self._open.items() if entry.lease.split == "train")
         return self.closed_training_samples + sum(len(self._left[lease]) for lease in training)
 
-    def sampled(self, completion: Completion) -> ToScore | Trajectory | None:
+    def sampled(self, completion: Completion) -> ToScore | Packed | None:
         """What to do with a completion: score it; report an abort; nothing when its lease was cancelled."""
         lease, _ = completion.key
         if lease not in self._open:
@@ -140,42 +143,42 @@ class RolloutBook:
 
     def scored(
         self, key: tuple[int, int], reward: float, components: dict[str, float], seconds: float, error: str
-    ) -> Trajectory | None:
+    ) -> Packed | None:
         """The finished trajectory. A failed score is env_failed, never reward 0; None when the lease was cancelled."""
         completion = self._sampled.pop(key, None)
         if completion is None:
             return None
         if error:
             return self._failed(key, "env_failed", error)
-        headers, arrays = pack_segments([self._segment(completion)])
+        headers, pieces = lay_out([self._segment(completion)])
         self._close(key)
-        return Trajectory(
+        trajectory = Trajectory(
             lease=key[0],
             sample=key[1],
             status="ok",
             reward=reward,
             segments=headers,
-            arrays=arrays,
+            arrays=EMPTY,
             components=components,
             node=self._node,
             engine=self._engine,
             timings=Timings(completion.queued_s, completion.sampling_s, seconds),
         )
+        return pack_trajectory(trajectory, pieces)
 
-    def unstarted(self, key: tuple[int, int], reason: str) -> Trajectory | None:
+    def unstarted(self, key: tuple[int, int], reason: str) -> Packed | None:
         """A sample whose pinned policy could not be had; None when its lease was cancelled."""
         return self._failed(key, "aborted", reason) if key[0] in self._open else None
 
-    def refused(self, lease: Lease, reason: str) -> list[Trajectory]:
+    def refused(self, lease: Lease, reason: str) -> list[Packed]:
         """All samples of a lease that cannot be started (a broken instance, a prompt that is too long)."""
         if lease.lease in self._open:
             self.cancel(lease.lease)
         elif lease.split == "train":  # its instance could not even be made
             self.closed_training_samples += len(lease.samples)
+        note = reason[:NOTE_CHARACTERS]
         return [
-            Trajectory(
-                lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=reason[:NOTE_CHARACTERS]
-            )
+            pack_trajectory(Trajectory(lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=note))
             for sample in lease.samples
         ]
 
@@ -236,10 +239,11 @@ class RolloutBook:
             extras=extras,
         )
 
-    def _failed(self, key: tuple[int, int], status: Any, note: str) -> Trajectory:
+    def _failed(self, key: tuple[int, int], status: Any, note: str) -> Packed:
         self._close(key)
-        return Trajectory(
-            key[0], key[1], status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note[:NOTE_CHARACTERS]
+        note = note[:NOTE_CHARACTERS]
+        return pack_trajectory(
+            Trajectory(*key, status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note)
         )
 
     def _close(self, key: tuple[int, int]) -> None:

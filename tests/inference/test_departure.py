@@ -153,8 +153,9 @@ def test_what_it_hands_over_is_gone_on_with_to_the_same_end(qwen):
         assert (one.tokens.tolist(), one.versions, one.finish) == (other.tokens.tolist(), other.versions, other.finish)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
         assert one.resumed == 5
-    scored = second.book.scored((1, 0), 0.5, {}, 0.0, "")
-    assert scored is not None
+    packed = second.book.scored((1, 0), 0.5, {}, 0.0, "")
+    assert packed is not None
+    scored = decode_trajectory(packed.joined())
     check_trajectory(scored)
     assert scored.n_tokens == 6 + len(whole.done[(1, 0)].tokens)
     assert scored.timings.sampling_s > prefixes[0].timings.sampling_s > 0
@@ -205,8 +206,8 @@ def test_an_answer_that_nobody_has_looked_at_yet_is_handed_over_and_not_sampled_
     second.take_over(given_lease, first.handed_over())
     assert second.engine.active == 0
     assert second.to_score == first.to_score
-    trajectories = [second.book.scored((1, sample), 1.0, {}, 0.0, "") for sample in (0, 1)]
-    assert [trajectory is not None and trajectory.n_tokens for trajectory in trajectories] == [6 + NEW] * 2
+    scored = [second.book.scored((1, sample), 1.0, {}, 0.0, "") for sample in (0, 1)]
+    assert [packed and decode_trajectory(packed.joined()).n_tokens for packed in scored] == [6 + NEW] * 2
 
 
 def test_handed_over_twice_it_is_still_the_same_and_each_counts_its_own_tokens(qwen):

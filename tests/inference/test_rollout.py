@@ -7,14 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Instance, Split, TaskError
 from async_rl.top_tokens import TopTokens, top_of
-from async_rl.trajectory import MaskReason, Timings, Trajectory, check_trajectory, segment_arrays
+from async_rl.trajectory import (
+    MaskReason,
+    Packed,
+    Timings,
+    Trajectory,
+    check_trajectory,
+    decode_trajectory,
+    segment_arrays,
+)
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import Lease, SamplingParams
 from inference.engine import Completion
@@ -63,7 +71,12 @@ def aborted(key: tuple[int, int]) -> Completion:
 
 
 def score(books: RolloutBook, key: tuple[int, int], reward: float = 1.0, error: str = "") -> Trajectory | None:
-    return books.scored(key, reward, {"positions": 0.5}, 0.125, error)
+    return sent(books.scored(key, reward, {"positions": 0.5}, 0.125, error))
+
+
+def sent(packed: Packed | ToScore | None) -> Trajectory | None:
+    """What the buffer will read."""
+    return decode_trajectory(packed.joined()) if isinstance(packed, Packed) else None
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -134,6 +147,19 @@ def test_a_scored_completion_is_a_trajectory_whose_arrays_line_up() -> None:
     assert trajectory.timings == Timings(queued_s=0.25, sampling_s=0.5, scoring_s=0.125)
 
 
+def test_arrays_are_copied_when_they_leave_and_not_before() -> None:
+    books = book()
+    books.open(lease())
+    sampled = completion((7, 0))
+    books.sampled(sampled)
+    packed = books.scored((7, 0), 1.0, {}, 0.0, "")
+    assert packed is not None
+    assert packed.lease == 7
+    lengths = [each.nbytes for each in packed.parts if isinstance(each, np.ndarray)]
+    n = DIGITS + 1 + len(sampled.tokens)
+    assert lengths == [4 * n, 4 * n, n]  # token ids, log-probabilities and mask as they were made
+
+
 def test_a_completion_of_one_token_is_a_whole_trajectory() -> None:
     books = book()
     books.open(lease())
@@ -151,9 +177,9 @@ def failures(books: RolloutBook) -> list[tuple[Any, str, str]]:
     books.sampled(completion((7, 0)))
     return [
         (score(books, (7, 0), error="the verifier raised"), "env_failed", "the verifier raised"),
-        (books.sampled(aborted((7, 1))), "aborted", "the engine aborted it"),
-        (books.unstarted((8, 0), "the store has it no longer"), "aborted", "the store has it no longer"),
-        *((one, "env_failed", "too long") for one in books.refused(lease(9, samples=(5,)), "too long")),
+        (sent(books.sampled(aborted((7, 1)))), "aborted", "the engine aborted it"),
+        (sent(books.unstarted((8, 0), "the store has it no longer")), "aborted", "the store has it no longer"),
+        *((sent(one), "env_failed", "too long") for one in books.refused(lease(9, samples=(5,)), "too long")),
     ]
 
 
@@ -211,7 +237,8 @@ def test_a_lease_that_cannot_even_be_opened_is_refused_sample_by_sample_and_coun
         with pytest.raises(TaskError):
             books.open(broken)
         refused = books.refused(broken, "no template")
-        assert [(one.attempt, one.status) for one in refused] == [(f"{number}/{n}", "env_failed") for n in range(3)]
+        said = [decode_trajectory(one.joined()) for one in refused]
+        assert [(one.attempt, one.status) for one in said] == [(f"{number}/{n}", "env_failed") for n in range(3)]
         assert books.closed_training_samples == counted
     assert books.leases() == []
 
@@ -258,6 +285,7 @@ def histories(draw: Any) -> tuple[list[Lease], list[tuple[str, Any]]]:
 
 
 @given(histories())
+@settings(deadline=None)  # a test of rules, not of time
 def test_every_training_sample_is_counted_once_whatever_became_of_it_and_no_other(
     history: tuple[list[Lease], list[tuple[str, Any]]],
 ) -> None:
@@ -278,9 +306,9 @@ def test_every_training_sample_is_counted_once_whatever_became_of_it_and_no_othe
             asked = books.sampled(completion(subject))
             assert isinstance(asked, ToScore) == (subject not in cancelled)
         elif event == "aborted":
-            result = books.sampled(aborted(subject))
+            result = sent(books.sampled(aborted(subject)))
         elif event == "unstarted":
-            result = books.unstarted(subject, "it cannot be had")
+            result = sent(books.unstarted(subject, "it cannot be had"))
         else:
             result = score(books, subject, error="raised" if event == "score failed" else "")
         if result is not None:
