@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
@@ -84,6 +84,7 @@ def over_the_wire(sent: Trajectory) -> Trajectory:
 
 
 @given(st.lists(segments(), min_size=1, max_size=3))
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a machine under load
 def test_whatever_was_packed_arrives_bit_for_bit(parts: list[Segment]) -> None:
     arrived = over_the_wire(trajectory(*parts))
     check_trajectory(arrived)
@@ -124,6 +125,7 @@ def test_a_trajectory_packed_in_pieces_is_the_encoded_one(tokens: int) -> None:
 
 
 @given(st.lists(segments(), min_size=1, max_size=3))
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_joined_are_what_is_encoded(parts: list[Segment]) -> None:
     headers, pieces = lay_out(parts)
     assert (headers, b"".join(pieces)) == (pack_segments(parts)[0], bytes(pack_segments(parts)[1]))
