@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.scale, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "throttled_pushes.py"
 RECEIVERS, PUSHES, TIMEOUT_S = 16, 2, 3.0
