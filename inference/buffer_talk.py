@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from async_rl.asking import Asking
-from async_rl.run.shard_links import BufferLink, ShardLinks, clients_of
+from async_rl.run.shard_links import BufferLink, clients_of, sender_of
 from async_rl.shards import home_shard, shard_of
 from async_rl.trajectory import Packed, decode_trajectory
 from async_rl.wire.link import Client, Received
@@ -67,7 +67,7 @@ class BufferTalk:
         return [shard for shard, count in enumerate(self._sessions) if count > before[shard]]
 
     def shard_of(self, received: Received) -> int:
-        return self._buffer.shard_of(received) if isinstance(self._buffer, ShardLinks) else 0
+        return sender_of(self._buffer, received)
 
     def leases_of(self, shard: int) -> tuple[int, ...]:
         return tuple(lease for lease in self._leases() if shard_of(lease, self.shards) == shard)

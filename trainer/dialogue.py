@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from async_rl.errors import AsyncRLError
-from async_rl.run.shard_links import BufferLink, ShardLinks, clients_of
+from async_rl.run.shard_links import BufferLink, clients_of, sender_of
 from async_rl.run.watchdog import Watchdog
 from async_rl.shards import shard_name, whole_status
 from async_rl.wire.link import LinkTimeout, Received
@@ -119,7 +119,7 @@ class Dialogue:
                 if left > SLICE_S:
                     continue
                 raise LinkTimeout(f"waited {timeout_s:.0f} s for {awaiting} from {self._whom(got)}") from timeout
-            shard = self._buffer.shard_of(received) if isinstance(self._buffer, ShardLinks) else 0
+            shard = sender_of(self._buffer, received)
             self._hear(shard, received.message)
             if isinstance(received.message, kind) and wanted(received.message):
                 got[shard] = received

@@ -63,3 +63,8 @@ BufferLink = Client | ShardLinks
 def clients_of(buffer: BufferLink) -> tuple[Client, ...]:
     """One for each shard."""
     return buffer.clients if isinstance(buffer, ShardLinks) else (buffer,)
+
+
+def sender_of(buffer: BufferLink, received: Received) -> int:
+    """The number of the shard that sent it."""
+    return buffer.shard_of(received) if isinstance(buffer, ShardLinks) else 0

@@ -48,13 +48,6 @@ class ShardedSketch(RankedSketches):
         blocks = attached.blocks
         super().__init__(trainer, model_path, device, blocks, like, attached.projections, storage_of(parameters))
 
-    def zero(self) -> None:
-        self.sketches.zero()
-
-    def norm(self) -> float:
-        self.sketches.reduce()
-        return self.sketches.norm()
-
     def collect(self) -> Tensors:
         return self.sketches.views if self._first else {}
 

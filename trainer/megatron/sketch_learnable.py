@@ -38,13 +38,6 @@ class SketchShards(RankedSketches):
         like = {name: parameter.detach() for name, parameter in whole.named_parameters()}
         super().__init__(trainer, model_path, model.device, blocks, like, self.sketches.projections)
 
-    def zero(self) -> None:
-        self.sketches.zero()
-
-    def norm(self) -> float:
-        self.sketches.reduce()
-        return self.sketches.norm()
-
     def collect(self) -> Tensors:
         shapes = {name: block.sketch_shape for name, block in self.blocks.items()} if self._first else {}
         views = Sketches(shapes, self.model.device).views

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,18 @@ from trainer.sketch.step import Memory, Step, Tensors, check_momentum, direction
 log = logging.getLogger("trainer")
 
 
+class SummedSketches(Protocol):
+    """What the ranks have sketched of their own tokens."""
+
+    def zero(self) -> None: ...
+
+    def reduce(self) -> None:
+        """Make each rank's parts whole, once between two calls of `zero`."""
+
+    def norm(self) -> float:
+        """Of all sketches, after `reduce`; the same number on every rank."""
+
+
 class RankedSketches(ABC):
     """`trainer.learnable.Learnable`, but for what step control needs of one; every method is called on all ranks at
     once. `blocks` are whole ones, of which the weights' shapes matter alone; `like` are all parameters as one process
@@ -42,6 +55,7 @@ class RankedSketches(ABC):
     AsyncRLError, and ConfigError as `trainer.sketch.weights.SketchWeights` does."""
 
     has_base = False
+    sketches: SummedSketches
 
     def __init__(
         self,
@@ -74,13 +88,14 @@ class RankedSketches(ABC):
 
     # --- what lies on the ranks --------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def zero(self) -> None: ...
+    def zero(self) -> None:
+        self.sketches.zero()
 
-    @abstractmethod
     def norm(self) -> float:
         """Of all sketches; the same number on every rank. Each rank's parts are made whole first, once between two
         calls of `zero`."""
+        self.sketches.reduce()
+        return self.sketches.norm()
 
     @abstractmethod
     def collect(self) -> Tensors:
