@@ -7,6 +7,7 @@
 # make test-megatron  the tests of the Megatron backend, on 2 and 4 processes
 # make test-scale   runs on a Ray cluster, over ranks, relays and shards (minutes)
 # make test-tasks   whole runs of real tasks: data sets, tools, agents, code (minutes)
+# make test-long    more cases of the tests above, and long ones; not in CI (half an hour)
 # make engines       environments of vLLM and SGLang for CPUs, outside this clone; .engines/ leads there
 # make test-engines  set up, then the tests of engines with each of the three
 # make lint    ruff and mypy
@@ -23,7 +24,7 @@ TASKS := $(VENV)/.tasks
 # Several processes share the cores, and OpenMP threads of one spin against those of the next (measured: 17 times slower).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run run-moe test test-megatron test-slow test-sample test-faults test-scale test-tasks engines test-engines setup lint wheel-test clean
+.PHONY: run run-moe test test-megatron test-slow test-sample test-faults test-scale test-tasks test-long engines test-engines setup lint wheel-test clean
 
 run: setup
 	$(BIN)/async-rl run quickstart $(ARGS)
@@ -32,22 +33,25 @@ run-moe: $(MEGATRON)
 	$(BIN)/async-rl run quickstart-moe $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron and not scale and not tasks" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not sample and not megatron and not scale and not tasks and not long" $(ARGS)
 
 test-sample: setup
-	$(BIN)/python -m pytest -m "sample and not slow and not faults" $(ARGS)
+	$(BIN)/python -m pytest -m "sample and not slow and not faults and not long" $(ARGS)
 
 test-megatron: $(MEGATRON)
-	$(BIN)/python -P -m pytest -m megatron tests/megatron $(ARGS)
+	$(BIN)/python -P -m pytest -m "megatron and not long" tests/megatron $(ARGS)
 
 test-scale: setup
-	$(BIN)/python -P -m pytest -m scale -rP --durations=0 $(ARGS)
+	$(BIN)/python -P -m pytest -m "scale and not long" -rP --durations=0 $(ARGS)
 
 test-tasks: $(TASKS)
-	$(BIN)/python -P -m pytest -m tasks --durations=20 $(ARGS)
+	$(BIN)/python -P -m pytest -m "tasks and not long" --durations=20 $(ARGS)
+
+test-long: $(MEGATRON)
+	$(BIN)/python -P -m pytest -m "long and not faults" -rP --durations=0 $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
 test-faults: setup
 	bash -o pipefail -c '$(BIN)/python -m pytest -m faults -rP --durations=0 $(ARGS) 2>&1 | tee docs/faults.txt'
@@ -56,9 +60,9 @@ engines:
 	$(PYTHON) .ci/engines.py
 
 test-engines: setup engines
-	$(BIN)/python -P -m pytest tests/engines $(ARGS)
-	PYTHONPATH=$(CURDIR) PYTHONSAFEPATH=1 .engines/vllm/bin/python -m pytest tests/engines --engine vllm $(ARGS)
-	ASYNC_RL_SGLANG_PYTHON=$(CURDIR)/.engines/sglang/bin/python $(BIN)/python -P -m pytest tests/engines --engine sglang $(ARGS)
+	$(BIN)/python -P -m pytest -m "not long" tests/engines $(ARGS)
+	PYTHONPATH=$(CURDIR) PYTHONSAFEPATH=1 .engines/vllm/bin/python -m pytest -m "not long" tests/engines --engine vllm $(ARGS)
+	ASYNC_RL_SGLANG_PYTHON=$(CURDIR)/.engines/sglang/bin/python $(BIN)/python -P -m pytest -m "not long" tests/engines --engine sglang $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

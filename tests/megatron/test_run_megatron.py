@@ -54,16 +54,12 @@ def check_learned(run: Path) -> None:
     }  # fmt: skip
 
 
-def test_reward_rises_when_a_mixture_over_four_ranks_learns(shell: Shell) -> None:
-    run = shell.folder / "learns"
-    code, output = shell.run("run", str(shell.config), "--out", str(run), *MIXTURE, *LEARNING, timeout=280)
-    assert code == 0, output
-    check_learned(run)
-
-
-def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint_and_the_model_learns_on(shell: Shell) -> None:
+@pytest.mark.parametrize("layout", [pytest.param(DENSE, marks=pytest.mark.long), MIXTURE], ids=["dense", "mixture"])
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint_and_the_model_learns_on(
+    shell: Shell, layout: tuple[str, ...]
+) -> None:
     run = shell.folder / "killed"
-    process = shell.start("run", str(shell.config), "--out", str(run), *DENSE, *LEARNING)
+    process = shell.start("run", str(shell.config), "--out", str(run), *layout, *LEARNING)
     wait_for(lambda: versions(run) >= 5 and any((run / "checkpoints").glob("v*")), 200, "five steps")
     first = rank_of(run, 2)
     others = [rank_of(run, rank).pid for rank in (1, 3)]
