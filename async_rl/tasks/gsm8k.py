@@ -6,23 +6,22 @@ The data set's own layout is read as it comes: `train.jsonl` and `test.jsonl` in
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from async_rl.rewards import load_rewards
+from async_rl.rewards.extraction import MARK, final_number
 from async_rl.schema import ConfigError, Section
 from async_rl.tasks.task import Instance, Score, Split
 
 FILES: dict[Split, str] = {"train": "train.jsonl", "eval": "test.jsonl"}
 SOURCE = "https://github.com/openai/grade-school-math, folder grade_school_math/data"
-MARK = "####"
 INSTRUCTION = (
     f'Think step by step, then write "{MARK}" and the answer as a plain number, on a line of its own at the end.'
 )
 NEXT = "\nQuestion:"  # with which a base model goes on when it has answered: what it makes up there does not count
-NUMBER = re.compile(r"([-−+$*=\s]*)(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 class Gsm8kConfig(Section, frozen=True, kw_only=True):
@@ -31,6 +30,8 @@ class Gsm8kConfig(Section, frozen=True, kw_only=True):
     style: Literal["chat", "plain"] = "chat"
     """chat: a user message that asks for the answer behind a mark. plain: a question and "Answer:", for base models,
     which have seen such answers with the mark often enough to write it, or learn to."""
+    reward: tuple[dict[str, Any], ...] = ()
+    """[[task.reward]] tables, in place of the task's own reward."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -47,13 +48,14 @@ class Question(NamedTuple):
 
 
 class Gsm8k:
-    """Reward 1 for the right number behind the last mark, else 0. Component `format` says whether a number stood there
-    at all."""
+    """Reward 1 for the right number behind the last mark, else 0; component `format` says whether a number stood there
+    at all. With [[task.reward]] tables: what these say."""
 
     Config: ClassVar[type[Section]] = Gsm8kConfig
 
     def __init__(self, config: Gsm8kConfig) -> None:
         self._style = config.style
+        self.rewards = load_rewards(config.reward) if config.reward else None
         folder = Path(config.path).expanduser()
         self._questions = {split: _questions(folder / name) for split, name in FILES.items()}
 
@@ -68,21 +70,12 @@ class Gsm8k:
         return Instance(None, (message,), question.solution, question.number)
 
     def score(self, instance: Instance, completion: str) -> Score:
-        said = final_number(completion.partition(NEXT)[0] if self._style == "plain" else completion)
+        if self._style == "plain":
+            completion = completion.partition(NEXT)[0]
+        if self.rewards is not None:
+            return self.rewards.score(instance, completion)
+        said = final_number(completion)
         return Score(float(said == instance.data), {"format": float(said is not None)})
-
-
-def final_number(text: str) -> str | None:
-    """The number that follows the last mark, in one spelling: without thousands' commas, a currency, a plus sign,
-    stars of bold type, an equals sign, or zeros that say nothing. None when there is no mark, or no number right behind
-    it."""
-    _, mark, rest = text.rpartition(MARK)
-    found = NUMBER.match(rest) if mark else None
-    if found is None:
-        return None
-    whole, _, part = found[2].replace(",", "").partition(".")
-    number = (whole.lstrip("0") or "0") + (f".{part.rstrip('0')}" if part.strip("0") else "")
-    return f"-{number}" if re.search("[-−]", found[1]) and number != "0" else number
 
 
 def _questions(path: Path) -> list[Question]:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import ConfigError
-from async_rl.tasks.gsm8k import INSTRUCTION, Gsm8k, final_number
+from async_rl.rewards.extraction import final_number
+from async_rl.tasks.gsm8k import INSTRUCTION, Gsm8k
 from async_rl.tasks.registry import load_task
 
 TRAIN = [
@@ -60,6 +61,22 @@ def test_the_right_number_behind_the_last_mark_earns_the_reward(folder: Path) ->
         assert made.score(instance, completion) == (0.0, {"format": 1.0}), completion
     for completion in ("1200", "", "####", "#### the answer is 1200"):
         assert made.score(instance, completion) == (0.0, {"format": 0.0}), completion
+
+
+def test_rewards_of_a_config_take_the_place_of_its_own(folder: Path) -> None:
+    made = load_task(
+        {
+            "kind": "gsm8k",
+            "path": str(folder),
+            "style": "plain",
+            "reward": [{"kind": "numeric"}, {"kind": "format", "pattern": "####", "weight": 0.25}],
+        }
+    )
+    instance = made.instance("train", 1)
+    assert made.score(instance, "#### 1200\nQuestion: #### 5") == (1.25, {"numeric": 1.0, "format": 1.0})
+    assert made.score(instance, "#### 1") == (0.25, {"numeric": 0.0, "format": 1.0})
+    with pytest.raises(ConfigError, match="kind = 'nummeric' is not known: did you mean 'numeric'"):
+        load_task({"kind": "gsm8k", "path": str(folder), "reward": [{"kind": "nummeric"}]})
 
 
 @pytest.mark.parametrize(
