@@ -15,7 +15,6 @@ This module is the worker's main program too, so it imports nothing that is slow
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from async_rl.errors import AsyncRLError
-from async_rl.run.pipes import frame, take_over_pipes
+from async_rl.run.pipes import die_with, frame, take_over_pipes
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Score, Split, instance_of
 
@@ -44,7 +43,6 @@ READ_BYTES = 1 << 16
 IDLE_S = 60.0  # how long a thread without a job sleeps
 END_S = 5.0  # for the threads to end their workers
 REAP_S = 1.0  # between a dying process's closed pipes and its exit code lie microseconds
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CACHED_INSTANCES = 256  # the samples of a group ask for the same one
 
 
@@ -333,14 +331,6 @@ def main(parent: int) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
     for body in jobs:
         answer(judge(task, instances, decoder.decode(body)))
-
-
-def die_with(parent: int) -> None:
-    """End when the node does, even in the middle of a verifier that hangs (Linux; elsewhere at the next read)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
-            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ KINDS = {
     "exact": "async_rl.rewards.matching:Exact",
     "numeric": "async_rl.rewards.matching:Numeric",
     "format": "async_rl.rewards.matching:Format",
+    "math": "async_rl.rewards.mathematics:Mathematics",
 }
 MAX_REWARDS = 8  # their names travel with every attempt, in a space that is reserved for it
 

@@ -6,8 +6,10 @@ standard streams before it imports anything else, so nothing that prints can get
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from async_rl.errors import AsyncRLError
 
 READ_BYTES = 1 << 16
 END_S = 5.0  # for a child whose input has ended
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -49,6 +52,15 @@ def take_over_pipes() -> tuple[Iterator[bytes], Callable[[msgspec.Struct], None]
         outgoing.flush()
 
     return frames(), answer
+
+
+def die_with(parent: int) -> None:
+    """End when the process that started this one does, even in the middle of something (Linux; elsewhere at the next
+    read). It is the thread that counts: a process dies with the one that started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            sys.exit(1)
 
 
 class Child:
@@ -101,6 +113,11 @@ class Child:
         except subprocess.TimeoutExpired:
             code = "unknown, it still runs"
         return f"{self._module} (process {self._process.pid}) ended before it answered, exit code {code}: see above"
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal that ended it. None while it runs."""
+        return self._process.poll()
 
     def close(self) -> None:
         """Its input ends, and soon it does."""
