@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is: nothing is judged by it.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 MARKERS = {
     "only(engine, ...)": "for these engines alone",

@@ -82,7 +82,7 @@ def test_a_node_is_given_all_it_wants_if_the_shards_together_have_it(groups, hom
     assert sum(pool.granted) == GROUP * min(math.ceil(total / GROUP), sum(groups))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     shards=st.integers(1, 17), home=st.integers(0, 16), total=st.integers(1, 40),
     openings=st.lists(st.tuples(st.integers(0, 16), st.integers(1, 2)), max_size=20),
@@ -100,7 +100,7 @@ def test_what_opens_at_any_shard_is_found_within_a_round_and_no_demand_is_with_t
         total += GROUP  # a group is done with
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shards=st.integers(2, 64), seconds=st.floats(10, 1000))
 def test_a_starved_node_says_no_more_in_a_minute_however_many_shards_there_are(shards, seconds):
     pool = Pool([0] * shards)

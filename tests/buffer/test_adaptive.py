@@ -77,7 +77,7 @@ def test_a_step_that_trained_nothing_says_nothing(after):
 
 
 @settings(
-    deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(reports, max_size=120))
 def test_whatever_is_reported_nodes_work_one_version_ahead_or_more_and_the_bound_moves_by_one(tools, most, cost, steps):
@@ -130,7 +130,7 @@ def test_nodes_work_less_far_ahead_after_trouble(tools):
             play.deliver(lease)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from([{}, {"window": 3}, {"newest_first": True}, {"reuse": 2}]), st.integers(0, 2**32),
     st.sampled_from([0.02, 0.3, 1.0]), st.integers(2, 5),

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from buffer_house import V0, answer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.trajectory import Segment, Trajectory, encode_trajectory, pack_segments
@@ -92,14 +92,12 @@ def test_extras_of_one_name_are_refused() -> None:
     assert "of one name" in found.problem
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_any_bytes_are_read_or_not_and_nothing_else_happens(data: bytes, largest: int) -> None:
     found = read(data, largest)
     assert found is None or isinstance(found.lease, int)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_good_one_with_wrong_bytes_in_it_is_read_or_not(data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(GOOD) - 1))

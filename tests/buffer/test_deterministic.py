@@ -94,7 +94,7 @@ class Story:
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_lease_of_a_ticket_is_pinned_to_one_policy_with_the_same_seeds_whatever_happens(tools, seed):
     story = Story(tools, seed)
     story.run()

@@ -34,14 +34,14 @@ def record(event: Any, now: float) -> bytes:
     return b"".join(entry_parts(event, now))
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(some_events, st.floats(0, 1e9))
 def test_an_event_comes_back_as_it_was_with_its_payloads_as_views_of_the_record(event, now):
     entry = read_entry(memoryview(record(event, now)))
     assert (entry.now, entry.event) == (now, event)
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(some_events, st.data())
 def test_a_record_that_is_cut_or_has_something_behind_it_is_refused(event, data):
     whole = record(event, 1.0)

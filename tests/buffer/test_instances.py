@@ -57,7 +57,7 @@ def test_without_a_history_to_look_at_an_instance_is_the_hash_that_it_was(tools)
     ]
 
 
-@settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_none_that_is_retired_is_asked_while_another_is_left_and_the_same_history_gives_the_same_choice(tools, data):
     count = data.draw(st.integers(1, 8))

@@ -23,7 +23,7 @@ from buffer.journal import (
 )
 
 anything = settings(
-    deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -21,7 +21,7 @@ def test_the_groups_with_the_newest_tokens_are_drawn_and_of_equals_the_lowest_ti
     assert not order.batch_ready
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(st.integers(1, 4), st.data())
 def test_the_draw_equals_its_definition_whatever_is_ready_and_opened_again(groups_per_batch, data):
     """Against a naive model: a table, sorted."""

@@ -44,7 +44,7 @@ def test_a_ready_ticket_that_reopens_holds_up_the_order_again():
     assert order.draw() == [0, 1]
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 8), st.data())
 def test_the_draw_equals_its_definition_and_batches_come_as_late_as_the_proof_allows(groups_per_batch, window, data):
     """Against a naive model: sets and sorting. And the bound: ticket n is in a batch no later than

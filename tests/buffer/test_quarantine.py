@@ -269,7 +269,7 @@ def test_every_measure_is_kept_with_node_and_version(run: Run) -> None:
 KINDS = ["publish", "good", "bad", "refuse", "rejoin", "want", "deliver", "tick"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from("ab"), st.booleans()), max_size=40))
 def test_whatever_happens_a_quarantined_node_holds_no_lease_and_only_what_passed_is_kept(
     tools: Any, steps: list[tuple[str, str, bool]]

@@ -292,7 +292,7 @@ def read_segment_bytes(folder: Path, number: int, data: bytes) -> list[Any]:
 
 
 @ORDERS
-@settings(deadline=None, max_examples=10, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rng=st.randoms(use_true_random=False))
 def test_whatever_happened_the_journal_gives_the_state_after_one_of_its_last_events(
     tools, tmp_path_factory, order, rng

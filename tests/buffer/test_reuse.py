@@ -117,7 +117,7 @@ def test_what_may_be_used_again_the_lent_batch_and_the_next_one_take_the_room_th
     assert most == batches_held(buffer) * 2 * 1000
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.dictionaries(st.integers(0, 10**6), st.integers(0, 8)), st.integers(0, 12), st.integers(0, 9))
 def test_a_choice_is_of_different_groups_as_many_as_there_are_and_always_the_same(ages, count, batch):
     chosen = choose(ages, count, 7, batch)

@@ -143,7 +143,7 @@ def all_ways(
                 states.append((weights(entry.policy), [*files, entry]))
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(stores(), st.randoms(use_true_random=False))
 def test_the_way_is_the_cheapest_of_all_that_there_are(stored: list[StoredPolicy], rng: random.Random) -> None:
     stored = once(stored)
@@ -158,7 +158,7 @@ def test_the_way_is_the_cheapest_of_all_that_there_are(stored: list[StoredPolicy
             assert list(found) in [files for _, files in ways]
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(stores(), st.integers(0, 4), st.sets(st.integers(0, 25), max_size=3))
 def test_sweeping_after_every_upload_never_cuts_the_way_to_what_must_be_reachable(
     stored: list[StoredPolicy], bound: int, pinned: set[int]

@@ -32,7 +32,7 @@ def leases_of(effects: list[object]) -> list[Lease]:
     return [effect.lease for effect in effects if isinstance(effect, GrantLease)]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shards=st.sampled_from([1, 2, 3, 4, 16]), part=st.integers(1, 4), bound=st.integers(0, 4),
     size=st.integers(1, 9), seed=st.integers(0, 2**32),

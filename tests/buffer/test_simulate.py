@@ -92,7 +92,7 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
 
 
 @settings(
-    deadline=None, max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(worlds())
 def test_no_token_beyond_the_bound_no_deadlock_and_books_that_balance_after_every_event(tools, world):
@@ -101,7 +101,7 @@ def test_no_token_beyond_the_bound_no_deadlock_and_books_that_balance_after_ever
 
 @pytest.mark.parametrize("shards", [2, 4])
 @settings(
-    deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_the_same_holds_of_several_shards_after_every_event_of_each(tools, shards, data):
@@ -117,7 +117,7 @@ def bound_ledger_and_liveness(tools, changes, scenario):
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-@settings(deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools, shards, data):
     changes, scenario = data.draw(worlds(faults=False, shards=shards))
@@ -129,7 +129,7 @@ def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools,
     assert result.ledger["issued"] == result.ledger["trained"] + result.ledger["dropped.stale"]
 
 
-@settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(worlds(), st.sampled_from([{"newest_first": True}, {"window": ENDLESS, "on_stale": "drop"}]), st.integers(1, 3))
 def test_short_answers_that_grow_old_in_a_small_buffer_neither_overflow_it_nor_stop_the_run(tools, world, order, room):
     """A ready group takes a fiftieth of its reservation, so many are ready, and much becomes too old at once."""

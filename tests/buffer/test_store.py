@@ -150,7 +150,7 @@ def test_a_version_trained_again_is_kept_and_not_announced_until_its_version_pas
     assert files.read(policy(11), 0, 9) == b"old"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(versions=st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab")), max_size=20))
 def test_what_is_announced_later_has_the_higher_version(
     versions: list[tuple[int, str]], tmp_path_factory: pytest.TempPathFactory

@@ -46,7 +46,7 @@ def left(folder: Path) -> list[str]:
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     size=st.integers(0, 5000), cuts=st.sets(st.integers(1, 4999)), sync=st.integers(1, 6000), older=st.integers(0, 9000)
 )

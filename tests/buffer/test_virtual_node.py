@@ -140,7 +140,7 @@ def lives(draw: st.DrawFn) -> list[Action]:
     return actions
 
 
-@settings(deadline=None, max_examples=400, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(
     lives(),
     st.sampled_from([1, 2, 4, 9]),

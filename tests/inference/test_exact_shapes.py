@@ -86,7 +86,7 @@ def test_a_row_of_a_product_of_a_block_has_the_same_bits_in_every_place(inputs, 
 
 
 @given(st.integers(0, 100), st.integers(1, 100), st.integers(0, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_blocks_cover_every_row_of_a_step_once_and_stay_within_the_rows(start, count, more):
     rows = max(start + count + more, BLOCK)
     covered = []

@@ -187,7 +187,7 @@ def test_a_prefix_that_contradicts_itself_is_refused(qwen, change, message):
     engine.submit(qwen.request(0, new=4)._replace(prefix=sound))
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False))
 def test_however_often_requests_move_they_say_the_same(qwen, rng):
     """Two engines, requests that start, move and end at any time: each text is that of a quiet engine."""

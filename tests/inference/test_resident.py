@@ -78,7 +78,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_no_policy_slot_at_all_is_refused():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
@@ -285,7 +285,6 @@ def histories(draw: Any) -> tuple[list[Lease], list[tuple[str, Any]]]:
 
 
 @given(histories())
-@settings(deadline=None)  # a test of rules, not of time
 def test_every_training_sample_is_counted_once_whatever_became_of_it_and_no_other(
     history: tuple[list[Lease], list[tuple[str, Any]]],
 ) -> None:

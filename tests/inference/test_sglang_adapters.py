@@ -42,7 +42,7 @@ def written(folder: Path, tensors: Tensors, **config: object) -> Path:
     return folder
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.frozensets(st.sampled_from(sorted(SHAPES)), min_size=1), st.booleans())
 def test_whole_it_has_every_experts_own_tensors_and_means_the_same(
     tmp_path_factory: pytest.TempPathFactory, projections: frozenset[str], shared: bool

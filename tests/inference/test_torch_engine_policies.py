@@ -357,7 +357,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 def test_any_order_of_calls_balances_references_and_returns_every_request_once(qwen, shared_engine, actions):
     engine = shared_engine

@@ -46,7 +46,7 @@ def write(
     return tensors, counters
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FEW, FEW, st.booleans())
 def test_any_layout_reads_what_any_other_wrote(
     tmp_path_factory: pytest.TempPathFactory, before: ParallelConfig, after: ParallelConfig, shared: bool

@@ -13,7 +13,7 @@ from trainer.megatron.slices import Owners, SliceError, check_plan, pieces, plac
 from trainer.targets import Target
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.booleans(), st.booleans())
 def test_every_element_of_every_tensor_has_one_owner(parallel: ParallelConfig, moe: bool, shared: bool) -> None:
     plan = plan_of(parallel, moe=moe, shared_outer=shared)
@@ -26,7 +26,7 @@ def test_every_element_of_every_tensor_has_one_owner(parallel: ParallelConfig, m
     assert all((count == 1).all() for count in counts.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.booleans())
 def test_ranks_that_sum_a_gradient_hold_the_same_part_and_one_of_them_owns_it(
     parallel: ParallelConfig, shared: bool

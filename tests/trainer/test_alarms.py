@@ -40,7 +40,7 @@ def after_a_while(config: AlarmConfig | None = None) -> Alarms:
     return alarms
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), start=st.floats(-5, 5), scale=st.floats(1e-3, 100))
 def test_a_healthy_run_hears_nothing_whatever_the_scale_of_its_rewards(seed: int, start: float, scale: float) -> None:
     generator = np.random.default_rng(seed)
@@ -131,7 +131,7 @@ def test_what_is_not_finite_stops_at_once_and_is_named() -> None:
     assert "trainer.learning_rate" in stop.text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.fixed_dictionaries(

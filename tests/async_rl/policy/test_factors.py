@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden_updates import ENDS, SENT, Key, after_ten_updates, bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import AsyncRLError
@@ -181,7 +181,6 @@ def test_the_bits_after_ten_updates_are_these(dtype: torch.dtype) -> None:
 magnitudes = st.floats(-38, 20).map(lambda exponent: 10**exponent)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 512), st.lists(magnitudes, min_size=1, max_size=4), st.integers(0, 1000))
 def test_a_scale_is_the_smallest_power_of_two_that_holds_its_row(rank: int, sizes: list[float], seed: int) -> None:
     change = np.random.default_rng(seed).uniform(-1, 1, size=(len(sizes), rank)) * np.array(sizes)[:, None]

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import AsyncRLError
@@ -77,7 +77,6 @@ def test_a_sign_is_the_bit_that_the_design_names() -> None:
         assert drawn[row, column] == (1 if lanes[word % 4] >> (column % 32) & 1 else -1)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 70), st.integers(0, 700), st.integers(0, 300), st.integers(0, 2**63))
 def test_torch_draws_the_signs_that_numpy_draws(rank: int, start: int, count: int, seed: int) -> None:
     key = projection_key(seed, 0, "layer")
@@ -89,7 +88,6 @@ def test_torch_draws_the_signs_that_numpy_draws(rank: int, start: int, count: in
     assert np.array_equal(drawn.numpy(), expected)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.lists(st.integers(0, 200), min_size=1, max_size=5))
 def test_shards_of_columns_draw_the_parts_of_the_whole(rank: int, counts: list[int]) -> None:
     key = projection_key(1, 2, "layer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.policy.philox import philox4x32
@@ -24,14 +24,12 @@ def test_an_element_takes_the_half_word_that_the_design_names(element: int) -> N
     assert int(noise(KEY, torch.tensor([element]), 1)[0, 0]) == expected
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**41), min_size=0, max_size=5), st.integers(0, 40))
 def test_torch_draws_the_noise_that_numpy_draws(first: list[int], columns: int) -> None:
     drawn = noise(KEY, torch.tensor(first, dtype=torch.int64), columns)
     assert np.array_equal(drawn.numpy(), noise_numpy(KEY, np.array(first, np.int64), columns).astype(np.int32))
 
 
-@settings(deadline=None)
 @given(patterns, st.integers(0, 0xFFFF))
 def test_numpy_and_torch_round_any_pattern_to_the_same_bits(bits: list[int], random: int) -> None:
     values = np.array(bits, np.uint32).view(np.float32)

@@ -378,7 +378,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path, name: str) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.data())
 def test_a_file_with_bytes_put_anywhere_is_read_whole_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "update"

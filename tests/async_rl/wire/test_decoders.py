@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from decoders import decode_all
 from hostile import as_payload, insiders, strangers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.wire.frames import BadFrame, head_frame, read_messages
@@ -23,14 +23,12 @@ BODIES = [b"".join(bytes(part) for part in payload.parts) for payload in SAID]
 WHOLE = [head_frame("r", "n", 1, 1, Report(0, 0), payload) for payload in SAID]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=2000))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     decode_all(data)
 
 
 @pytest.mark.parametrize("known", [FRAMES, BODIES, WHOLE], ids=["frames", "bodies", "whole"])
-@settings(deadline=None)
 @given(data=st.data())
 def test_hostile_messages_bent_and_cut_are_read_or_refused(known: list[bytes], data: st.DataObject) -> None:
     bent = bytearray(known[data.draw(st.integers(0, len(known) - 1))])

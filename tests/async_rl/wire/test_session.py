@@ -130,7 +130,7 @@ def act(one: End, other: End, action: str, number: int) -> None:
             one.outbox.pop(place)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(actions=actions, window=st.sampled_from([1, 100, 1000]))
 def test_whatever_the_network_does_each_message_is_delivered_once_and_in_order(
     actions: list[tuple[str, bool, int]], window: int
@@ -147,7 +147,7 @@ def test_whatever_the_network_does_each_message_is_delivered_once_and_in_order(
     assert a.overdrawn == b.overdrawn == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(actions=actions, seen=st.integers(0, 60))
 def test_a_renumbered_session_carries_exactly_what_was_not_acknowledged(
     actions: list[tuple[str, bool, int]], seen: int

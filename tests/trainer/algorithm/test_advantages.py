@@ -58,7 +58,7 @@ def advantages(name: str, rewards: list[float], groups: list[int]) -> list[float
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batch=batches)
 def test_advantages_equal_the_oracle(name: str, batch: list[tuple[int, int]]) -> None:
     rewards, groups = [tenths / 10 for tenths, _ in batch], [group for _, group in batch]
@@ -66,7 +66,7 @@ def test_advantages_equal_the_oracle(name: str, batch: list[tuple[int, int]]) ->
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(value=st.floats(0, 1e6), sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5))
 def test_equal_rewards_give_exactly_zero(name: str, value: float, sizes: list[int]) -> None:
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
@@ -74,7 +74,7 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float, sizes: list[in
 
 
 @pytest.mark.parametrize("name", GROUP_BASED)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batch=batches)
 def test_a_group_of_equal_rewards_gets_zero_whatever_its_neighbours_got(
     name: str, batch: list[tuple[int, int]]
@@ -99,7 +99,7 @@ def test_single_attempts_are_compared_with_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batch=batches, factor=st.sampled_from([1e-2, 1e3, 1e150]))
 def test_advantages_have_mean_zero_and_grow_with_the_rewards_unless_they_are_scaled(
     name: str, batch: list[tuple[int, int]], factor: float
@@ -133,7 +133,7 @@ def test_maxrl_refuses_a_negative_reward_and_says_what_to_use() -> None:
         advantages("maxrl", [1.0, -0.5], [0, 0])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batch=batches)
 def test_batch_normalisation_divides_by_the_deviation_and_keeps_zeros(batch: list[tuple[int, int]]) -> None:
     rewards, groups = [tenths / 10 for tenths, _ in batch], [group for _, group in batch]

@@ -46,7 +46,7 @@ def losses_of(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batch=batches)
 def test_the_coefficients_give_the_mean_that_is_meant(name: str, batch: list[list[int]]) -> None:
     attempt, group = flat(batch)
@@ -57,7 +57,7 @@ def test_the_coefficients_give_the_mean_that_is_meant(name: str, batch: list[lis
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batch=batches, cut=st.integers(0, 5))
 def test_two_ranks_with_summed_counts_give_the_whole_batch(name: str, batch: list[list[int]], cut: int) -> None:
     attempt, group = flat(batch)

@@ -198,7 +198,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, Any]:
     return torch.tensor(listed(logprob), dtype=torch.float64), data_of(tokens)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches(), st.sampled_from(PARTS))
 def test_any_tokens_give_a_finite_loss_and_gradient_per_token(batch: Any, parts: dict[str, Any]) -> None:
     current, data = batch
@@ -209,7 +209,7 @@ def test_any_tokens_give_a_finite_loss_and_gradient_per_token(batch: Any, parts:
     assert not gradient[data.advantage == 0].any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches(), st.sampled_from(PARTS))
 def test_with_identical_policies_every_part_is_the_plain_policy_gradient(batch: Any, parts: dict[str, Any]) -> None:
     """Ratio 1 everywhere: whatever corrects has nothing to correct; only the weight by age is left."""
@@ -226,7 +226,7 @@ SURROGATES = ("policy_gradient", "ppo", "topr", "decoupled_ppo")
 TREATMENTS = ("truncate", "mask", "clip", "uncorrected")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.sampled_from(SURROGATES), st.sampled_from(TREATMENTS), st.sampled_from(list(LEVELS)),
     st.sampled_from(["recomputed", "log_linear"]), st.floats(-4, 4), st.floats(-5, 5), st.integers(0, 16),
@@ -259,7 +259,6 @@ def test_no_accepted_composition_counts_a_ratio_twice(
     assert float(gradient[0]) == pytest.approx(-advantage * math.exp(log_ratio) ** power, rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None)
 @given(logprob, logprob)
 def test_divergences_are_never_negative_and_zero_between_equals(log_p: float, log_q: float) -> None:
     p, q = torch.tensor([log_p], dtype=torch.float64), torch.tensor([log_q], dtype=torch.float64)
@@ -268,7 +267,6 @@ def test_divergences_are_never_negative_and_zero_between_equals(log_p: float, lo
         assert float(divergence(p, p)[0]) == 0.0, kind
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-4, 4), min_size=3, max_size=3), st.lists(st.floats(-4, 4), min_size=3, max_size=3))
 def test_binary_kl_is_at_most_the_kl_of_the_whole_distributions(left: list[float], right: list[float]) -> None:
     p, q = (torch.log_softmax(torch.tensor(x, dtype=torch.float64), 0) for x in (left, right))

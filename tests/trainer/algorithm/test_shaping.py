@@ -17,7 +17,7 @@ def by_cases(length: int, limit: int, buffer: int, penalty: float) -> float:
     return -penalty if length > limit else (expected - length) / buffer * penalty
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(0, 300), max_size=20),
     limit=st.integers(1, 200),

@@ -55,7 +55,7 @@ def test_it_is_the_published_arithmetic_over_several_steps() -> None:
     np.testing.assert_allclose(memory.variance["w"].numpy(), variance, rtol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 6), st.integers(-60, 60))
 def test_a_layer_keeps_the_norm_of_its_sketch_at_any_size(seed: int, rows: int, rank: int, exponent: int) -> None:
     generator = np.random.default_rng(seed)
