@@ -29,6 +29,9 @@ KINDS = {
     "numeric": "async_rl.rewards.matching:Numeric",
     "format": "async_rl.rewards.matching:Format",
     "math": "async_rl.rewards.mathematics:Mathematics",
+    "python": "async_rl.rewards.python_function:PythonFunction",
+    "http": "async_rl.rewards.service:Service",
+    "judge": "async_rl.rewards.judge:Judge",
 }
 MAX_REWARDS = 8  # their names travel with every attempt, in a space that is reserved for it
 
