@@ -20,6 +20,7 @@ from async_rl.algorithm_config import AlgorithmConfig, check_algorithm, under_pr
 from async_rl.buffer_config import BufferConfig as BufferConfig
 from async_rl.buffer_config import batches_held, check_buffer, fresh_groups
 from async_rl.credit_config import check_credit
+from async_rl.eval_config import EvalSetConfig, check_eval, eval_sets
 from async_rl.inference_config import InferenceConfig as InferenceConfig
 from async_rl.inference_config import check_group, check_inference, node_groups
 from async_rl.launch_config import LaunchConfig, check_launch
@@ -40,16 +41,23 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 class RunConfig(Section, frozen=True, kw_only=True):
     name: str = "run"
     seed: Count = 0
-    steps: PositiveInt = 100
+    steps: Count = 100
+    """0: nothing is trained; version 0 is evaluated, and that is all."""
     deterministic: bool = False
     """The same seed gives the same run, stopped and resumed or not: ticket n is sampled under exactly the version
     max(0, n // groups_per_step - max_staleness), by steps of fixed shapes, on CPUs in float32. It costs throughput."""
     eval_every: Count = 0
     """Evaluate at version 0, every this many versions, and at the end; 0 is never."""
     eval_samples: Annotated[int, Meta(ge=1, le=MAX_EVALUATED)] = 512
+    """Instances, with a sample of each."""
     eval_temperature: NonNegative = 0.0
     eval_timeout: PositiveFloat = 300.0
     """Seconds; what is not done by then is cancelled and the result reported with its n."""
+    eval: tuple[EvalSetConfig, ...] = ()
+    """Tables [[run.eval]]: several sets, for which the keys above are the defaults."""
+    best_by: str = "auto"
+    """The set by whose mean the best version is kept, in adapters/best. auto: the first one, if what learns is an
+    adapter; of whole weights each evaluated version is written, so name a set where that is wanted. none: none."""
     connect_timeout: PositiveFloat = 60.0
     """Seconds that a pool waits for the services to answer before it gives up."""
     draw_timeout: PositiveFloat = 600.0
@@ -145,6 +153,7 @@ def check_config(config: Config) -> None:
             f"groups_per_step = {buffer.groups_per_step}"
         )
     check_inference(inference, deterministic=config.run.deterministic)
+    check_eval(config)
     check_launch(config.launch, inference, ranks=config.trainer.parallel.ranks)
     for group in node_groups(inference):
         try:
@@ -171,7 +180,7 @@ def _check_nodes(config: Config) -> None:
     check_group(
         config.inference,
         one_copy=config.trainer.kind != "lora",
-        evaluates=config.run.eval_every > 0,
+        evaluates=bool(eval_sets(config)),
         center_scores=config.algorithm.center_scores,
         sends_routes=config.algorithm.router_replay == "rollout",
         deterministic=config.run.deterministic,
@@ -341,6 +350,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 _UNSET = (
+    ("run", "eval"),
     ("model", "tiny"),
     ("trainer", "step_control"),
     ("inference", "group"),

@@ -17,6 +17,7 @@ from typing import Any
 from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
+from async_rl.eval_config import eval_tasks
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
 MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
@@ -40,7 +41,8 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
         "weights": _hash(*(_safetensors_header(path) for path in weights)),
         "tokenizer": _hash(*(path.read_bytes() for path in tokenizer)),
         "chat template": _hash(template.read_bytes() if template.is_file() else b""),
-        "[task]": _hash(_canonical({key: value for key, value in config.task.items() if key != "path"})),
+        "[task]": _hash(_canonical(_without_paths(config.task))),
+        "[[run.eval]]": _hash(_canonical({name: _without_paths(task) for name, task in eval_tasks(config).items()})),
         "[algorithm]": _hash(_canonical(_what_trains(config.algorithm))),
         "group size": str(config.buffer.group_size),
         # The shapes of what nodes compute, where these decide the last bits.
@@ -93,6 +95,10 @@ def _hash(*parts: bytes) -> str:
 def _what_trains(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """All of the section but the alarms, which decide nothing that is computed: a resumed run may have others."""
     return {field: getattr(algorithm, field) for field in algorithm.__struct_fields__ if field != "alarms"}
+
+
+def _without_paths(task: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in task.items() if key != "path"}
 
 
 def _canonical(table: Mapping[str, Any]) -> bytes:

@@ -1,24 +1,25 @@
-"""Evaluation: instances 0..n-1 of the eval split, one sample each, pinned to one policy, never trained on.
+"""Evaluation: instances 0..n-1 of a set's eval split, k samples of each, pinned to one policy, never trained on.
 
-Evaluations hold no ticket, take no capacity (only their rewards are kept) and do not count against what a node asked
-for. They go out before training leases, at most `eval_share` of a node's slots at a time, first to nodes that serve
-exactly the policy; any other ready node may get one too, since the lease pins the policy and the node pulls it. A node
-with one copy of the weights comes to the policy and stays there while it holds leases pinned to it, but a later one,
-or another of the same version (of a past that the trainer has given up), it cannot leave: when all have passed the
-policy, what is left of its evaluation is given up at once. One runs at a time, the rest wait their turn; the time-out
-of each starts with it.
+A run may have several sets, each with a task of its own, which the nodes find by its name. Evaluations hold no ticket,
+take no capacity (only their rewards are kept) and do not count against what a node asked for. They go out before
+training leases, at most `eval_share` of a node's slots at a time, first to nodes that serve exactly the policy; any
+other ready node may get one too, since the lease pins the policy and the node pulls it. A node with one copy of the
+weights comes to the policy and stays there while it holds leases pinned to it, but a later one, or another of the same
+version (of a past that the trainer has given up), it cannot leave: when all have passed the policy, what is left of
+its evaluation is given up at once. One runs at a time, the rest wait their turn; the time-out of each starts with it.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from async_rl.version import PolicyId
-from async_rl.wire.messages import SamplingParams
+from async_rl.wire.messages import Lease, SamplingParams
 from buffer.events import EvalFinished, EvalRequested
-from buffer.leases import EvalLease
+from buffer.leases import EVAL_TICKET, EvalLease, eval_seed
 from buffer.ledger import EVALUATION, Ledger
 from buffer.nodes import Node
 
@@ -31,29 +32,45 @@ def eval_room(slots: int, eval_share: float) -> int:
 
 
 class Running:
-    """The evaluation under way. `cancelled` counts instances that will have no reward."""
+    """The evaluation under way, of `n` samples; that at place p is sample p % samples of instance p // samples.
+    `rewards` has one for each place, not a number until there is one; `cancelled` counts those that will have none."""
 
     def __init__(self, request: EvalRequested, now: float) -> None:
         self.policy: PolicyId = request.policy
+        self.eval_set = request.eval_set
         self.sampling: SamplingParams = request.sampling
-        self.n = request.n
+        self.samples = request.samples
+        self.n = request.n * request.samples
         self.started = now
         self.deadline = now + request.timeout_s
-        self.pending = deque(range(request.n))
+        self.pending = deque(range(self.n))
         self.tries: dict[int, int] = {}
         self.leases: set[int] = set()
-        self.rewards: list[float] = []
+        self.rewards = array("d", [math.nan]) * self.n
+        self.evaluated = 0
         self.cancelled = 0
 
     @property
     def closed(self) -> int:
-        return len(self.rewards) + self.cancelled
+        return self.evaluated + self.cancelled
+
+    def message(self, lease: EvalLease, run_seed: int) -> Lease:
+        """The lease as its node is told of it."""
+        instance, sample = divmod(lease.place, self.samples)
+        try_ = self.tries.get(lease.place, 0)
+        seeds = (eval_seed(run_seed, self.eval_set, instance, sample, try_),)
+        return Lease(
+            lease.lease, EVAL_TICKET, try_, instance, "eval", (0,), seeds, lease.policy.version, self.sampling,
+            lease.policy, self.eval_set,
+        )  # fmt: skip
 
     def result(self, now: float) -> EvalFinished:
         """The mean over what was evaluated; not a number when nothing was."""
-        done = len(self.rewards)
-        mean = math.fsum(self.rewards) / done if done else math.nan  # in whatever order they came
-        return EvalFinished(self.policy, done, mean, self.n - done, now - self.started)
+        done = self.evaluated
+        mean = math.fsum(reward for reward in self.rewards if not math.isnan(reward)) / done if done else math.nan
+        return EvalFinished(
+            self.policy, done, mean, self.n - done, now - self.started, self.eval_set, self.rewards.tobytes()
+        )
 
 
 class Evaluations:
@@ -79,8 +96,8 @@ class Evaluations:
 
     def request(self, request: EvalRequested) -> None:
         """Asked again by a trainer that was started again, it runs once."""
-        running = self.current.policy if self.current else None
-        if request.policy != running and all(request.policy != waiting.policy for waiting in self._queue):
+        known = [(waiting.policy, waiting.eval_set) for waiting in (self.current, *self._queue) if waiting is not None]
+        if (request.policy, request.eval_set) not in known:
             self._queue.append(request)
 
     def start_next(self, now: float, ready: Iterable[Node]) -> None:
@@ -103,13 +120,12 @@ class Evaluations:
         for nodes in (self._serving, self._others, self._beyond):
             nodes.pop(node.name, None)
 
-    def next_grant(self) -> tuple[Node, int, int] | None:
-        """(node, instance, try) of the next evaluation lease, taken off the list."""
+    def next_grant(self) -> tuple[Node, int] | None:
+        """Node and place of the next evaluation lease, taken off the list."""
         nodes = self._serving or self._others
         if self.current is None or not self.current.pending or not nodes:
             return None
-        instance = self.current.pending.popleft()
-        return next(iter(nodes.values())), instance, self.current.tries.get(instance, 0)
+        return next(iter(nodes.values())), self.current.pending.popleft()
 
     def granted(self, lease: EvalLease) -> None:
         assert self.current is not None
@@ -121,21 +137,22 @@ class Evaluations:
     def evaluated(self, lease: EvalLease, reward: float) -> None:
         self._close(lease, "evaluated")
         assert self.current is not None
-        self.current.rewards.append(reward)
+        self.current.rewards[lease.place] = reward
+        self.current.evaluated += 1
 
     def dropped(self, lease: EvalLease, reason: str) -> None:
         """Taken back, through no fault of its own: leased again as it was."""
         self._close(lease, f"dropped.{reason}")
         assert self.current is not None
-        self.current.pending.appendleft(lease.instance)
+        self.current.pending.appendleft(lease.place)
 
     def failed(self, lease: EvalLease, reason: str) -> None:
-        """Refused, or failed or given up by its node: costs a try, and at max_tries the instance is counted as
+        """Refused, or failed or given up by its node: costs a try, and at max_tries the sample is counted as
         cancelled, never as reward 0."""
         current = self.current
         assert current is not None
-        current.tries[lease.instance] = current.tries.get(lease.instance, 0) + 1
-        if current.tries[lease.instance] < self._max_tries:
+        current.tries[lease.place] = current.tries.get(lease.place, 0) + 1
+        if current.tries[lease.place] < self._max_tries:
             self.dropped(lease, reason)
         else:
             self._close(lease, f"dropped.{reason}")

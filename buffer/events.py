@@ -175,6 +175,8 @@ class EvalRequested(Event, frozen=True, tag=True, array_like=True):
     n: int
     sampling: SamplingParams
     timeout_s: float
+    eval_set: str = "eval"
+    samples: int = 1
 
 
 class Resumed(Event, frozen=True, tag=True, array_like=True):
@@ -246,11 +248,15 @@ class LendRecorded(Effect, frozen=True):
 
 
 class EvalFinished(Effect, frozen=True):
+    """As wire.messages.EvalResult."""
+
     policy: PolicyId
     n: int
     mean_reward: float
     cancelled: int
     seconds: float
+    eval_set: str = "eval"
+    rewards: bytes = b""
 
 
 class ResultRefused(Effect, frozen=True):

@@ -53,9 +53,9 @@ def _seeds(run_seed: int, ticket: int, try_: int, retry: int, block: int) -> lis
     return [word >> 1 for word in _words(hashlib.blake2b(text.encode()).digest())]
 
 
-def eval_seed(run_seed: int, instance: int, try_: int) -> int:
+def eval_seed(run_seed: int, eval_set: str, instance: int, sample: int, try_: int) -> int:
     """Independent of the policy, so that two evaluations ask the same."""
-    return derive(f"eval/{run_seed}/{instance}/{try_}")
+    return derive(f"eval/{run_seed}/{eval_set}/{instance}/{sample}/{try_}")
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
@@ -99,13 +99,14 @@ class LeaseRecord(Account):
 
 
 class EvalLease(LeaseRecord):
-    """Has the ticket EVAL_TICKET, and holds nothing: only its reward is kept, elsewhere."""
+    """Has the ticket EVAL_TICKET, and holds nothing: only its reward is kept, elsewhere. `place` is which of the
+    evaluation's samples it is, counted through all instances."""
 
-    __slots__ = ("instance", "policy")
+    __slots__ = ("place", "policy")
 
-    def __init__(self, lease: int, holder: Node, instance: int, policy: PolicyId) -> None:
+    def __init__(self, lease: int, holder: Node, place: int, policy: PolicyId) -> None:
         super().__init__(lease, holder, EVAL_TICKET, policy.version)
-        self.instance = instance
+        self.place = place
         self.policy = policy
 
 
@@ -145,8 +146,8 @@ class Leases:
         """A training lease with an empty account: the ledger issues its attempts."""
         return self._open(LeaseRecord(self.next_lease, holder, ticket, min_version), now)
 
-    def grant_evaluation(self, holder: Node, instance: int, policy: PolicyId, now: float) -> EvalLease:
-        record = EvalLease(self.next_lease, holder, instance, policy)
+    def grant_evaluation(self, holder: Node, place: int, policy: PolicyId, now: float) -> EvalLease:
+        record = EvalLease(self.next_lease, holder, place, policy)
         self._open(record, now)
         return record
 

@@ -26,7 +26,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from async_rl.version import is_stale, judged_version
-from async_rl.wire.messages import Lease, Progress, SamplingParams
+from async_rl.wire.messages import MAX_EVALUATED, Lease, Progress
 from buffer import attesting, drawing, leaving, restarts
 from buffer.adaptive import AdaptiveBound, adaptive_lead
 from buffer.admission import least_version, may_lease
@@ -53,7 +53,7 @@ from buffer.events import (
 )
 from buffer.groups import Group, Groups
 from buffer.handover import Handovers
-from buffer.leases import EVAL_TICKET, EvalLease, Held, LeaseRecord, Leases, eval_seed, train_seeds
+from buffer.leases import EvalLease, Held, LeaseRecord, Leases, train_seeds
 from buffer.nodes import Node, Nodes, NodeView
 from buffer.quarantine import Quarantine
 from buffer.results import Refusal, is_owed, only_policy, why_not_owed, why_refused
@@ -401,28 +401,24 @@ class Replay:
     def _lease_evaluation(self, now: float, effects: list[Effect]) -> None:
         self.evaluations.start_next(now, self.nodes.ready())
         while (grant := self.evaluations.next_grant()) is not None and self.evaluations.current is not None:
-            node, instance, try_ = grant
-            policy, sampling = self.evaluations.current.policy, self.evaluations.current.sampling
-            lease = self.leases.grant_evaluation(node, instance, policy, now)
+            node, place = grant
+            lease = self.leases.grant_evaluation(node, place, self.evaluations.current.policy, now)
             node.leases.add(lease.lease)
             node.leased_samples += 1
             self.evaluations.granted(lease)
-            effects.append(GrantLease(node.name, self.evaluation_message(lease, try_, sampling)))
-
-    def evaluation_message(self, lease: EvalLease, try_: int, sampling: SamplingParams) -> Lease:
-        seeds = (eval_seed(self.rules.run_seed, lease.instance, try_),)
-        return Lease(
-            lease.lease, EVAL_TICKET, try_, lease.instance, "eval", (0,), seeds, lease.policy.version, sampling,
-            lease.policy,
-        )  # fmt: skip
+            effects.append(GrantLease(node.name, self.evaluations.current.message(lease, self.rules.run_seed)))
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _eval_requested(self, event: EvalRequested, now: float, effects: list[Effect]) -> None:
-        if event.policy.digest in self.published.get(event.policy.version, ()):
+        if event.n * event.samples > MAX_EVALUATED:
+            asked = f"{event.n} instances, {event.samples} samples each"
+            self.end(f"evaluation of {asked}: there may be {MAX_EVALUATED} samples in all", effects)
+        elif event.policy.digest in self.published.get(event.policy.version, ()):
             self.evaluations.request(event)
         elif event.policy.version < self.covered:  # asked again, and the journal that knew it was lost
-            effects.append(EvalFinished(event.policy, 0, math.nan, event.n, 0.0))
+            cancelled = event.n * event.samples
+            effects.append(EvalFinished(event.policy, 0, math.nan, cancelled, 0.0, event.eval_set))
         else:
             self.end(f"evaluation of policy {event.policy.short()}, which was never published", effects)
 

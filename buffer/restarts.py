@@ -138,7 +138,7 @@ def _message_again(replay: Replay, lease: LeaseRecord) -> Lease:
         return replay.message_of(lease, replay.groups.by_ticket[lease.ticket], lease.samples)
     current = replay.evaluations.current
     assert current is not None
-    return replay.evaluation_message(lease, current.tries.get(lease.instance, 0), current.sampling)
+    return current.message(lease, replay.rules.run_seed)
 
 
 HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {

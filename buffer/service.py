@@ -244,7 +244,8 @@ class Service:
 
     def _on_eval(self, received: Received) -> None:
         message: EvalRequest = received.message
-        self._apply(events.EvalRequested(message.policy, message.n, message.sampling, message.timeout_s))
+        asked = (message.policy, message.n, message.sampling, message.timeout_s, message.eval_set, message.samples)
+        self._apply(events.EvalRequested(*asked))
 
     def _on_checkpointed(self, received: Received) -> None:
         self._apply(events.Checkpointed(received.message.version))
@@ -287,8 +288,8 @@ class Service:
                     self._lend(effect)
                 case events.LendRecorded(batch):
                     self._lend_recorded(batch)
-                case events.EvalFinished(policy, n, mean, cancelled, seconds):
-                    self._to_trainer(EvalResult(policy, n, mean, cancelled, seconds))
+                case events.EvalFinished(policy, n, mean, cancelled, seconds, eval_set, rewards):
+                    self._to_trainer(EvalResult(policy, n, mean, cancelled, seconds, eval_set, rewards))
                 case events.ResultRefused(node, lease_id, sample, reason):
                     log.info("result %d/%d of %s refused: %s", lease_id, sample, node, reason)
                 case events.QuarantineNode(node, cause):

@@ -19,8 +19,8 @@ def who_waits(replay: Replay, now: float) -> str:
     current = replay.evaluations.current
     if current is not None:
         return (
-            f"the evaluation of {current.policy.short()} waits for {current.n - current.closed} of {current.n} samples "
-            f"({len(current.leases)} leased, {max(0.0, current.deadline - now):.0f} s left)"
+            f"the evaluation of {current.policy.short()} on {current.eval_set} waits for {current.n - current.closed} "
+            f"of {current.n} samples ({len(current.leases)} leased, {max(0.0, current.deadline - now):.0f} s left)"
         )
     verb = "draw" if replay.lent is None else "confirm"
     return f"{_nodes(replay)} the trainer to {verb} batch {replay.confirmed_batches}"

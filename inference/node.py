@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from async_rl.errors import NeedsRestart
+from async_rl.eval_config import eval_tasks
 from async_rl.fingerprint import fingerprint
 from async_rl.proof import within
 from async_rl.run.dial import dial_services
@@ -385,12 +386,14 @@ def body(context: PoolContext) -> None:
     path = model_path(config)
     with context.watchdog.working("loads the task, the model and the tokenizer"):
         task = load_task(config.task)
+        tables = eval_tasks(config)
+        held_out = {name: load_task(table) for name, table in tables.items()}
         engine = make_engine(config, path, context.directory.logs / f"{context.name}-engine.log")
         tokenizer = load_tokenizer(path)
     log.info("engine: %s", engine.describe())
     scratch = Scratch()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    scorer = Scorer(config.task, config.inference.score_timeout, inbox)
+    scorer = Scorer(config.task, config.inference.score_timeout, inbox, eval_tasks=tables)
     try:
         buffer, store = dial_services(context, "node", inbox)
         ready = NodeReady(
@@ -398,7 +401,7 @@ def body(context: PoolContext) -> None:
         )
         relaying = relaying_of(context)
         puller = PolicyPuller(store, scratch.path, inbox, engine.capabilities.in_place, engine.read, relaying)
-        book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name)
+        book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name, held_out)
         links = {client.peer: client for client in (*clients_of(buffer), store)}
         gauges = NodeGauges(config.inference.slots, links, relaying.relay)
         settle()

@@ -6,7 +6,7 @@ holds what is open in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,13 +46,18 @@ class ToScore(NamedTuple):
     split: str
     instance_id: int
     completion: str
+    eval_set: str = ""
 
 
 class RolloutBook:
-    """Open leases of one node, and what each of their samples waits for."""
+    """Open leases of one node, and what each of their samples waits for. `eval_tasks` are those of the sets of
+    evaluation that have one of their own."""
 
-    def __init__(self, task: Task, tokenizer: Any, node: str, engine: str) -> None:
+    def __init__(
+        self, task: Task, tokenizer: Any, node: str, engine: str, eval_tasks: Mapping[str, Task] | None = None
+    ) -> None:
         self._task = task
+        self._eval_tasks = eval_tasks or {}
         self._tokenizer = tokenizer
         self._node = node
         self._engine = engine
@@ -64,7 +69,7 @@ class RolloutBook:
 
     def open(self, lease: Lease) -> list[Request]:
         """Build the instance, render and tokenise it, and make one request per sample."""
-        instance = instance_of(self._task, lease.split, lease.instance)
+        instance = instance_of(self._eval_tasks.get(lease.eval_set, self._task), lease.split, lease.instance)
         prompt = np.asarray(render(instance, self._tokenizer), dtype=np.int32)
         self._open[lease.lease] = Open(lease, prompt)
         self._left[lease.lease] = set(lease.samples)
@@ -139,7 +144,8 @@ class RolloutBook:
 
     def _to_score(self, completion: Completion) -> ToScore:
         of = self._open[completion.key[0]].lease
-        return ToScore(completion.key, of.split, of.instance, decode(completion.tokens, self._tokenizer))
+        text = decode(completion.tokens, self._tokenizer)
+        return ToScore(completion.key, of.split, of.instance, text, of.eval_set)
 
     def scored(
         self, key: tuple[int, int], reward: float, components: dict[str, float], seconds: float, error: str

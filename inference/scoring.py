@@ -62,6 +62,7 @@ class Scored(NamedTuple):
 
 class Setup(msgspec.Struct, array_like=True):
     task: dict[str, Any]
+    eval_tasks: dict[str, dict[str, Any]]
 
 
 class Ready(msgspec.Struct, array_like=True):
@@ -73,6 +74,7 @@ class Job(msgspec.Struct, array_like=True):
     split: Split
     instance: int
     completion: str
+    eval_set: str
 
 
 class Verdict(msgspec.Struct, array_like=True):
@@ -90,31 +92,36 @@ class Scorer:
     """Scores completions in `workers` processes and puts a `Scored` for each into `results`, in any order, and the
     error that ended a thread of this class, should there be one.
 
-    `task_table` is the [task] section; `timeout_s` bounds the scoring of one completion. `submit` and `close` may be
-    called from any one thread. After `close` there is no process left, and what was not scored yet never will be."""
+    `task_table` is the [task] section, `eval_tasks` are the tables of the sets of evaluation that have one of their
+    own; `timeout_s` bounds the scoring of one completion. `submit` and `close` may be called from any one thread. After
+    `close` there is no process left, and what was not scored yet never will be."""
 
     def __init__(
-        self, task_table: Mapping[str, Any], timeout_s: float, results: queue.SimpleQueue[Any], workers: int = 1
+        self,
+        task_table: Mapping[str, Any],
+        timeout_s: float,
+        results: queue.SimpleQueue[Any],
+        workers: int = 1,
+        eval_tasks: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        setup = Setup(dict(task_table), {name: dict(table) for name, table in (eval_tasks or {}).items()})
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._keys: dict[int, Any] = {}
         self._numbers = 0
         self._results = results
         self._closing_read, self._closing_write = os.pipe()
         self._threads = [
-            threading.Thread(
-                target=self._serve, args=(Setup(dict(task_table)), timeout_s), name=f"scorer-{n}", daemon=True
-            )
+            threading.Thread(target=self._serve, args=(setup, timeout_s), name=f"scorer-{n}", daemon=True)
             for n in range(workers)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, key: Any, split: Split, instance_id: int, completion: str) -> None:
+    def submit(self, key: Any, split: Split, instance_id: int, completion: str, eval_set: str = "") -> None:
         """Queue one completion; `key` comes back with its result and means nothing here."""
         self._numbers += 1
         self._keys[self._numbers] = key
-        self._jobs.put(Job(self._numbers, split, instance_id, completion))
+        self._jobs.put(Job(self._numbers, split, instance_id, completion, eval_set))
 
     @property
     def pending(self) -> int:
@@ -323,14 +330,21 @@ def main(parent: int) -> None:
     setup = msgspec.msgpack.decode(next(jobs), type=Setup)
     try:
         task = load_task(setup.task)
+        held_out = {name: load_task(table) for name, table in setup.eval_tasks.items()}
     except Exception as error:
         answer(Ready(f"{type(error).__name__}: {error}"))
         return
     answer(Ready(""))
-    instances = functools.lru_cache(CACHED_INSTANCES)(functools.partial(instance_of, task))
+    ours = _with_instances(task)
+    theirs = {name: _with_instances(each) for name, each in held_out.items()}
     decoder = msgspec.msgpack.Decoder(Job)
     for body in jobs:
-        answer(judge(task, instances, decoder.decode(body)))
+        job = decoder.decode(body)
+        answer(judge(*theirs.get(job.eval_set, ours), job))
+
+
+def _with_instances(task: Any) -> tuple[Any, Any]:
+    return task, functools.lru_cache(CACHED_INSTANCES)(functools.partial(instance_of, task))
 
 
 if __name__ == "__main__":

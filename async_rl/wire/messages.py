@@ -37,7 +37,7 @@ Outcome = Literal["trained", "stale", "refused"]
 
 # What a peer declares is checked while it is decoded, the lengths before their contents. So the most that a frame can
 # become here is some times its bytes.
-MAX_EVALUATED = 1 << 20  # instances of one evaluation
+MAX_EVALUATED = 1 << 20  # samples of one evaluation, of all its instances together
 MAX_ROUTE = 1 << 16  # policy files that are applied one after the other
 MAX_WORDS = 4096
 Words = Annotated[str, Meta(max_length=MAX_WORDS)]  # for people; `words` shortens
@@ -87,7 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The right and duty of one node to produce `samples` of one ticket. Evaluation leases have ticket -1 and a
     pinned `policy`, which those of a deterministic run have too. No node starts a training lease under a version older
-    than `min_version`. `seeds` has one entry per sample: the whole random state of an attempt is (seed, position)."""
+    than `min_version`. `seeds` has one entry per sample: the whole random state of an attempt is (seed, position).
+    `eval_set` names the set of an evaluation, whose task the node finds in its config."""
 
     lease: int
     ticket: int
@@ -99,6 +100,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_version: int
     sampling: SamplingParams
     policy: PolicyId | None = None
+    eval_set: Label = ""
 
 
 class NodeReady(Message, frozen=True, array_like=True, tag=True):
@@ -347,21 +349,29 @@ class Checkpointed(Message, frozen=True, array_like=True, tag=True):
 
 
 class EvalRequest(Message, frozen=True, array_like=True, tag=True):
-    """Evaluate `policy` on instances 0..n-1 of the eval split, one sample each; leased like training work, never
-    trained on. What is not done after `timeout_s` is cancelled, counted, and the result reported with its n."""
+    """Evaluate `policy` on instances 0..n-1 of the eval split of a set's task, `samples` of each; leased like training
+    work, never trained on. What is not done after `timeout_s` is cancelled, counted, and the result reported with its
+    n."""
 
     policy: PolicyId
     n: Annotated[int, Meta(ge=1, le=MAX_EVALUATED)]
     sampling: SamplingParams
     timeout_s: Annotated[float, Meta(gt=0)]
+    eval_set: Label = "eval"
+    samples: Annotated[int, Meta(ge=1, le=MAX_EVALUATED)] = 1
 
 
 class EvalResult(Message, frozen=True, array_like=True, tag=True):
+    """Over `n` samples. `rewards` are float64, little-endian, [instances, samples]; not a number where a sample was
+    cancelled."""
+
     policy: PolicyId
     n: int
     mean_reward: float
     cancelled: int
     seconds: float
+    eval_set: Label = "eval"
+    rewards: bytes = b""
 
 
 class Finish(Message, frozen=True, array_like=True, tag=True):

@@ -76,7 +76,7 @@ def test_the_tasks_own_keys_are_not_judged_here() -> None:
 @pytest.mark.parametrize(
     ("sections", "place"),
     [
-        ({"run": {"steps": 0}}, "`run.steps`"),
+        ({"run": {"steps": -1}}, "`run.steps`"),
         ({"run": {"steps": "many"}}, "`run.steps`"),
         ({"run": 3}, "`run`"),
         ({"trainer": {"learning_rate": float("nan")}}, "`trainer.learning_rate`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import SamplingParams
@@ -24,6 +25,10 @@ def request(play, n, timeout=30.0, policy=None):
     return play.apply(EvalRequested(policy or play.policies[-1], n, GREEDY, timeout))
 
 
+def packed(rewards):
+    return struct.pack(f"<{len(rewards)}d", *rewards)
+
+
 def evals(tools, effects):
     return [lease for lease in tools.leases(effects) if lease.split == "eval"]
 
@@ -43,7 +48,8 @@ def test_evaluation_goes_out_first_within_its_share_and_counts_neither_as_wanted
         effects = play.result(leases.pop(0), 0, reward=next(rewards))
         leases += evals(tools, effects)
         finished += tools.of(EvalFinished, effects)
-    assert finished == [EvalFinished(play.policies[0], 5, 0.6, 0, 0.0)]
+    rewards = [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert finished == [EvalFinished(play.policies[0], 5, 0.6, 0, 0.0, "eval", packed(rewards))]
     assert play.replay.eval_ledger["evaluated"] == 5
     assert play.replay.ready_bytes == 0
 
@@ -77,7 +83,8 @@ def test_at_its_time_out_the_rest_is_cancelled_counted_and_the_result_reported_w
     play.now = 30.0
     effects = play.apply(Ticked())
     assert ("a", second.lease) in tools.cancelled(effects)
-    assert tools.of(EvalFinished, effects) == [EvalFinished(play.policies[0], 1, 1.0, 5, 30.0)]
+    rewards = packed([1.0, *[math.nan] * 5])
+    assert tools.of(EvalFinished, effects) == [EvalFinished(play.policies[0], 1, 1.0, 5, 30.0, "eval", rewards)]
     assert play.replay.eval_ledger["dropped.cancelled"] == 2
     play.result(second, 0)
     assert play.replay.outside == {"late": 1}
@@ -121,7 +128,7 @@ def test_evaluations_wait_their_turn_and_each_has_its_own_time(tools):
     (second,) = evals(tools, effects)
     play.now = 31.0
     assert tools.of(EvalFinished, play.apply(Ticked())) == []
-    assert "the evaluation of 1-d1 waits for 1 of 1 samples" in play.replay.waiting(play.now)
+    assert "the evaluation of 1-d1 on eval waits for 1 of 1 samples" in play.replay.waiting(play.now)
     (finished,) = tools.of(EvalFinished, play.result(second, 0))
     assert finished.seconds == 2.0
 

@@ -155,7 +155,8 @@ def test_instances_and_seeds_are_63_bits_the_same_everywhere_and_differ_in_every
     parts = ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))
     seeds = [seed for part in parts for seed in train_seeds(*part, range(20), {})]
     seeds += [train_seeds(1, 2, 3, (4,), {4: retry})[0] for retry in (1, 2)]
-    seeds += [train_instance(1, 2, 3), eval_seed(1, 2, 3)]
+    evals = ((1, "a", 2, 0, 3), (1, "b", 2, 0, 3), (1, "a", 2, 1, 3))
+    seeds += [train_instance(1, 2, 3), *(eval_seed(*part) for part in evals)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
