@@ -32,7 +32,7 @@ from async_rl.schema import Section as Section
 from async_rl.schema import convert_section as convert_section
 from async_rl.trainer_config import TrainerConfig as TrainerConfig
 from async_rl.trainer_config import check_trainer
-from async_rl.trajectory import BYTES_PER_TOKEN
+from async_rl.trajectory import BYTES_PER_TOKEN, MAX_SEGMENTS
 from async_rl.wire.messages import MAX_EVALUATED
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -227,6 +227,8 @@ def lacking_for_determinism(config: Config) -> list[str]:
 
 ATTEMPT_OVERHEAD_BYTES = 640  # header, names, reward components, a note of an error
 VERSION_RUN_BYTES = 80  # a version, a digest in hex, a count
+SEGMENT_BYTES = 160  # of an attempt of several: its header, with what is told of extras
+TURN_BYTES = 10  # the reward of a turn takes 20, and a turn has two tokens at least
 TOP_TOKEN_BYTES = 4 + 4  # an id and a log-probability of each of the sampler's likeliest tokens (async_rl.top_tokens)
 
 
@@ -234,13 +236,19 @@ def group_bytes(config: Config) -> int:
     """The most that one group's payloads can take; reserved when the group is leased. A trajectory young enough to
     train spans at most max_staleness + 1 versions, and one more may come in while it waits. Raises ConfigError where
     routes come with it, and what says of how many layers and experts is not here."""
-    runs = config.buffer.max_staleness + 2
+    runs = (config.buffer.max_staleness + 2) * VERSION_RUN_BYTES
     token = BYTES_PER_TOKEN + config.algorithm.center_scores * TOP_TOKEN_BYTES
     if config.algorithm.router_replay == "rollout":
         token += model_routes(config).bytes_per_token
-    longest = max(group.inference.max_context for group in node_groups(config.inference))
-    attempt = longest * token + runs * VERSION_RUN_BYTES + ATTEMPT_OVERHEAD_BYTES
-    return config.buffer.group_size * attempt
+    if config.inference.episodes.max_tokens:
+        token, runs = token + TURN_BYTES, MAX_SEGMENTS * (runs + SEGMENT_BYTES)
+    return config.buffer.group_size * (longest_attempt(config) * token + runs + ATTEMPT_OVERHEAD_BYTES)
+
+
+def longest_attempt(config: Config) -> int:
+    """Tokens of an attempt at most, all its segments together."""
+    inference = config.inference
+    return max(inference.episodes.max_tokens, *(group.inference.max_context for group in node_groups(inference)))
 
 
 def batch_bytes(config: Config) -> int:

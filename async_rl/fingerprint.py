@@ -18,6 +18,7 @@ from async_rl.algorithm_config import AlgorithmConfig
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.eval_config import eval_tasks
+from async_rl.inference_config import InferenceConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
 MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
@@ -49,7 +50,7 @@ def fingerprint(config: Config, model_path: Path) -> dict[str, str]:
         "run.deterministic": f"max_context {config.inference.max_context}" if config.run.deterministic else "false",
         # The tokens by which a served policy is compared with the trainer's come from it (async_rl.proof).
         "run.seed": str(config.run.seed),
-        "sampling": f"temperature {config.inference.temperature}, max_new_tokens {config.inference.max_new_tokens}",
+        "sampling": _sampling(config.inference),
     }
 
 
@@ -99,6 +100,11 @@ def _what_trains(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 def _without_paths(task: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in task.items() if key != "path"}
+
+
+def _sampling(inference: InferenceConfig) -> str:
+    several = f", {inference.episodes.max_tokens} tokens in an attempt" if inference.episodes.max_tokens else ""
+    return f"temperature {inference.temperature}, max_new_tokens {inference.max_new_tokens}{several}"
 
 
 def _canonical(table: Mapping[str, Any]) -> bytes:

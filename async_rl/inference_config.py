@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from async_rl.episode_config import EpisodesConfig
 from async_rl.proof import LARGEST_BOUND
 from async_rl.schema import ConfigError, Fraction, NonNegative, PositiveFloat, PositiveInt, Section, changed
 
@@ -121,6 +122,7 @@ class InferenceConfig(NodeSettings, frozen=True, kw_only=True):
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 64
     eval_share: Fraction = 0.5
+    episodes: EpisodesConfig = EpisodesConfig()
     group: tuple[GroupConfig, ...] = ()
 
 
@@ -202,13 +204,11 @@ def describe_group(group: NodeGroup) -> str:
     """A line for people: "2 × torch, 64 slots each, in flight: finish"; of another engine also where it is."""
     inference = group.inference
     name = f"{group.name}: " if group.name else ""
-    place = ""
+    place = "" if inference.engine == "torch" else f", with {interpreter(inference)}"
     if inference.engine == "sglang" and inference.sglang.endpoint:
         place = f", at {inference.sglang.endpoint}"
-    elif inference.engine != "torch":
-        place = f", with {interpreter(inference)}"
-    slots = f"{inference.slots} slots each"
-    return f"{name}{inference.nodes} × {inference.engine}, {slots}, in flight: {inference.in_flight}{place}"
+    kind = f"{name}{inference.nodes} × {inference.engine}, {inference.slots} slots each"
+    return f"{kind}, in flight: {inference.in_flight}{place}"
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

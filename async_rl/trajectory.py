@@ -33,6 +33,7 @@ EXTRA_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8"
 IDS, LOGPROBS, MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
 BYTES_PER_TOKEN = 4 + 4 + 1
 LARGEST_VERSION = (1 << 31) - 1  # versions of tokens are int32 arrays
+MAX_SEGMENTS = 32  # of an attempt: room is kept for their headers where an attempt may have several
 MAX_EXTRA_DIMENSIONS = 8  # far below numpy's own limit, at which a view cannot be made
 
 

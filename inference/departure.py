@@ -5,7 +5,8 @@
     at the end    what is still unfinished is handed over, to be gone on with elsewhere, and the node says goodbye
 
 Nothing is sampled twice: what is handed over carries its tokens and log-probabilities, and the next random number of
-its seed is the next one elsewhere. With handover = "discard" it is given back, and sampled anew.
+its seed is the next one elsewhere. With handover = "discard" it is given back, and sampled anew; and so is an attempt
+of several turns, whose world cannot move (inference.episodes).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from async_rl.trajectory import encode_trajectory
 from async_rl.wire.messages import GiveBack, HandOver, Lease, LeaseSamples, Message, NodeDraining
 from async_rl.wire.payloads import pack_payloads
 from inference.engine import Completion
-from inference.rollout import RolloutBook
+from inference.rollout import RolloutBook, is_call
 from inference.serving import Serving
 
 log = logging.getLogger("node")
@@ -59,7 +60,8 @@ class Departure:
         log.info("leaving within %.1f s: %s", grace_s, why)
         self._grace_s = grace_s
         self.say_again()
-        fresh = [request.key for request in self._serving.waiting() if request.prefix is None]
+        waiting = [request for request in self._serving.waiting() if not is_call(request.key)]
+        fresh = [request.key for request in waiting if request.prefix is None]
         for key in fresh:
             self._serving.take_out(key)
         self._give_back(fresh)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from async_rl.errors import NeedsRestart
+from async_rl.errors import AsyncRLError, NeedsRestart
 from async_rl.eval_config import eval_tasks
 from async_rl.fingerprint import fingerprint
 from async_rl.proof import within
@@ -52,13 +52,15 @@ from async_rl.wire.messages import (
 from async_rl.wire.payloads import unpack_payloads
 from inference.buffer_talk import BufferTalk
 from inference.departure import SETTLE_S, Departure
+from inference.drivers import make_episodes
 from inference.engine import Completion, Engine, EngineError, Request
 from inference.engines import make_engine
+from inference.episodes import Call, Ended, Episodes, SampleFailed, Withdrawn
 from inference.gauges import NodeGauges
 from inference.policies import END_S, PolicyFetched, PolicyFetchFailed, PolicyPuller
 from inference.proof import Prover, logprob_bound
 from inference.pulls import relaying_of
-from inference.rollout import RolloutBook, ToScore
+from inference.rollout import Attempt, RolloutBook, ToScore, is_call
 from inference.scoring import Scored, Scorer
 from inference.server import EngineDied
 from inference.serving import Serving
@@ -77,6 +79,7 @@ class Node:
     def __init__(
         self, context: PoolContext, ready: NodeReady, engine: Engine, book: RolloutBook, buffer: BufferLink,
         puller: PolicyPuller, scorer: Scorer, inbox: queue.SimpleQueue[object], gauges: NodeGauges,
+        episodes: Episodes | None = None,
     ) -> None:  # fmt: skip
         config = context.config.inference
         self._stopping = context.stopping
@@ -85,6 +88,7 @@ class Node:
         self._talk = BufferTalk(buffer, context.name, context.config.buffer.group_size, book.leases)
         self._puller = puller
         self._scorer = scorer
+        self._episodes = episodes
         self._inbox = inbox
         self._gauges = gauges
         self._prover = Prover(engine, context.config.run.seed, self._talk.send)
@@ -235,6 +239,12 @@ class Node:
                 self._over = item.message
             case Scored():
                 self._collect(self._book.scored(item.key, item.reward, item.components, item.seconds, item.error))
+            case Call(request):
+                self._on_call(request)
+            case Withdrawn(key):
+                self._drop(key)
+            case Ended(key, played, status, error):
+                self._on_ended(key, self._book.played(key, played, status, error))
             case PolicyFetched():
                 self._serving.fetched(item, time.monotonic())
             case PolicyFetchFailed(policy, error, again):
@@ -283,12 +293,15 @@ class Node:
         if lease.split == "train":
             self._talk.granted(lease.lease, len(lease.samples))
 
-    def _start(self, lease: Lease, open_lease: Callable[[], Sequence[Request | ToScore]]) -> None:
+    def _start(self, lease: Lease, open_lease: Callable[[], Sequence[Request | ToScore | Attempt]]) -> None:
         try:
             self._check_version(lease)
             for work in open_lease():
                 if isinstance(work, ToScore):
                     self._scorer.submit(*work)
+                elif isinstance(work, Attempt):
+                    assert self._episodes is not None  # else the book would have made requests
+                    self._episodes.begin(work)
                 else:
                     self._serving.submit(work)
         except EngineDied:
@@ -326,9 +339,33 @@ class Node:
     def _drop(self, key: tuple[int, int]) -> None:
         self._engine.abort(key)
         self._serving.forget(key)
+        if self._episodes is not None:
+            self._episodes.cancel(key)
+
+    def _on_call(self, request: Request) -> None:
+        assert self._episodes is not None
+        if not self._episodes.is_wanted(request.key):
+            return
+        try:
+            self._serving.submit(request)
+        except EngineDied:
+            raise
+        except AsyncRLError as error:
+            self._episodes.failed(request.key, error)
+
+    def _on_ended(self, key: tuple[int, int], outcome: ToScore | Packed | None) -> None:
+        assert self._episodes is not None
+        self._episodes.ended(key)
+        if isinstance(outcome, ToScore):
+            self._scorer.submit(*outcome)
+        else:
+            self._collect(outcome)
 
     def _on_completion(self, completion: Completion) -> None:
         self._sampled_tokens += len(completion.tokens) - completion.resumed
+        if self._episodes is not None and is_call(completion.key):
+            self._episodes.completed(completion)
+            return
         outcome = self._book.sampled(completion)
         if isinstance(outcome, ToScore):
             self._scorer.submit(*outcome)
@@ -336,6 +373,9 @@ class Node:
             self._collect(outcome)
 
     def _cannot_start(self, request: Request, reason: str) -> None:
+        if self._episodes is not None and is_call(request.key):
+            self._episodes.failed(request.key, SampleFailed(reason))
+            return
         self._collect(self._book.unstarted(request.key, reason))
 
     def _collect(self, trajectory: Packed | None) -> None:
@@ -394,19 +434,22 @@ def body(context: PoolContext) -> None:
     scratch = Scratch()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     scorer = Scorer(config.task, config.inference.score_timeout, inbox, eval_tasks=tables)
+    episodes: Episodes | None = None
     try:
+        episodes = make_episodes({"": task, **held_out}, config, tokenizer, inbox)
         buffer, store = dial_services(context, "node", inbox)
         ready = NodeReady(
             engine.capabilities.name, config.inference.slots, fingerprint(config, path), logprob_bound(engine, config)
         )
         relaying = relaying_of(context)
         puller = PolicyPuller(store, scratch.path, inbox, engine.capabilities.in_place, engine.read, relaying)
-        book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name, held_out)
+        plays = frozenset() if episodes is None else episodes.tasks
+        book = RolloutBook(task, tokenizer, context.name, engine.capabilities.name, held_out, plays)
         links = {client.peer: client for client in (*clients_of(buffer), store)}
         gauges = NodeGauges(config.inference.slots, links, relaying.relay)
         settle()
         try:
-            Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges).work()
+            Node(context, ready, engine, book, buffer, puller, scorer, inbox, gauges, episodes).work()
         finally:
             if relaying.relay is not None:
                 relaying.relay.close()
@@ -414,6 +457,8 @@ def body(context: PoolContext) -> None:
             store.close()
             buffer.close()
     finally:
+        if episodes is not None:
+            episodes.close()
         scorer.close()
         engine.close()
         scratch.remove()

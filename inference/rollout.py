@@ -1,24 +1,28 @@
 """From lease to trajectory: the rollout worker's book-keeping, without sockets, threads or engine.
 
 A lease becomes one request per sample; a completion becomes text to score; a score becomes a trajectory. This module
-holds what is open in between.
+holds what is open in between. Where attempts have several calls of the model (inference.episodes), a lease becomes one
+attempt per sample, to be played.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from async_rl.routes import route_extras, routes_of
 from async_rl.tasks.rendering import decode, render
-from async_rl.tasks.task import Task, instance_of
+from async_rl.tasks.task import Split, Task, instance_of
 from async_rl.top_tokens import top_extras
 from async_rl.trajectory import (
     MaskReason,
     Packed,
+    PositionReward,
     Segment,
+    Status,
     Timings,
     Trajectory,
     TrajectoryError,
@@ -29,11 +33,51 @@ from async_rl.trajectory import (
     segment_arrays,
 )
 from async_rl.version import PolicyId
-from async_rl.wire.messages import Lease
+from async_rl.wire.messages import Lease, SamplingParams
 from inference.engine import Completion, Prefix, Request
+from inference.transcript import Transcript
 
 EMPTY = memoryview(b"")
 NOTE_CHARACTERS = 200  # of an error: a note must fit into what was reserved for an attempt
+
+
+Key = tuple[int, int]
+
+
+def is_call(key: Key) -> bool:
+    """Whether an engine's request is a call of an attempt that has several, and not a sample of a lease."""
+    return key[1] < 0
+
+
+class Attempt(NamedTuple):
+    """One attempt to be played: (lease, sample), which instance of which task (the name of a set of evaluation that has
+    one of its own, "" for the run's), and how to sample for it."""
+
+    key: Key
+    task: str
+    split: Split
+    instance: int
+    seed: int
+    sampling: SamplingParams
+    policy: PolicyId | None
+
+
+class Outcome(NamedTuple):
+    """What came of playing an attempt. Its reward is `reward`, the rewards of its turns (Transcript.rewarded) and, with
+    an `answer`, the task's score of that. `cut`: a limit ended it, before it was done."""
+
+    reward: float = 0.0
+    components: Mapping[str, float] = {}
+    cut: bool = False
+    answer: str | None = None
+
+
+class Played(NamedTuple):
+    """`seconds` that the attempt's world took."""
+
+    transcript: Transcript
+    outcome: Outcome
+    seconds: float = 0.0
 
 
 class Open(NamedTuple):
@@ -51,10 +95,17 @@ class ToScore(NamedTuple):
 
 class RolloutBook:
     """Open leases of one node, and what each of their samples waits for. `eval_tasks` are those of the sets of
-    evaluation that have one of their own."""
+    evaluation that have one of their own. `plays`: of which tasks attempts have several calls, by the set's name, ""
+    for the run's."""
 
     def __init__(
-        self, task: Task, tokenizer: Any, node: str, engine: str, eval_tasks: Mapping[str, Task] | None = None
+        self,
+        task: Task,
+        tokenizer: Any,
+        node: str,
+        engine: str,
+        eval_tasks: Mapping[str, Task] | None = None,
+        plays: Collection[str] = (),
     ) -> None:
         self._task = task
         self._eval_tasks = eval_tasks or {}
@@ -63,13 +114,23 @@ class RolloutBook:
         self._engine = engine
         self._open: dict[int, Open] = {}
         self._left: dict[int, set[int]] = {}
-        self._sampled: dict[tuple[int, int], Completion] = {}
+        self._sampled: dict[Key, Completion] = {}
+        self._plays = frozenset(plays)
+        self._played: dict[Key, Played] = {}
         self.closed_training_samples = 0
         """Samples of training leases that need this node no longer: delivered, failed or cancelled."""
 
-    def open(self, lease: Lease) -> list[Request]:
-        """Build the instance, render and tokenise it, and make one request per sample."""
-        instance = instance_of(self._eval_tasks.get(lease.eval_set, self._task), lease.split, lease.instance)
+    def open(self, lease: Lease) -> list[Request] | list[Attempt]:
+        """Build the instance, render and tokenise it, and make one request per sample; or one attempt to be played."""
+        task = lease.eval_set if lease.eval_set in self._eval_tasks else ""
+        if task in self._plays:
+            self._open[lease.lease] = Open(lease, np.zeros(0, np.int32))
+            self._left[lease.lease] = set(lease.samples)
+            return [
+                Attempt((lease.lease, sample), task, lease.split, lease.instance, seed, lease.sampling, lease.policy)
+                for sample, seed in zip(lease.samples, lease.seeds, strict=True)
+            ]
+        instance = instance_of(self._eval_tasks.get(task, self._task), lease.split, lease.instance)
         prompt = np.asarray(render(instance, self._tokenizer), dtype=np.int32)
         self._open[lease.lease] = Open(lease, prompt)
         self._left[lease.lease] = set(lease.samples)
@@ -151,12 +212,54 @@ class RolloutBook:
         self, key: tuple[int, int], reward: float, components: dict[str, float], seconds: float, error: str
     ) -> Packed | None:
         """The finished trajectory. A failed score is env_failed, never reward 0; None when the lease was cancelled."""
+        played = self._played.pop(key, None)
         completion = self._sampled.pop(key, None)
-        if completion is None:
+        if played is None and completion is None:
             return None
         if error:
             return self._failed(key, "env_failed", error)
-        headers, pieces = lay_out([self._segment(completion)])
+        if played is not None:
+            return self._finished(key, played, reward, components, seconds)
+        assert completion is not None
+        timings = Timings(completion.queued_s, completion.sampling_s, seconds)
+        return self._ok(key, [self._segment(completion)], reward, components, timings)
+
+    def played(self, key: Key, played: Played, status: Status, error: str) -> ToScore | Packed | None:
+        """What to do with an attempt that was played: score its answer, or send it; a failed one is never reward 0.
+        None when its lease was cancelled."""
+        if key[1] not in self._left.get(key[0], ()):
+            return None
+        if error:
+            return self._failed(key, status, error)
+        if not played.transcript.n_segments:
+            return self._failed(key, "env_failed", "it ended before the model said anything")
+        if played.outcome.answer is None:
+            return self._finished(key, played, 0.0, {}, 0.0)
+        self._played[key] = played
+        of = self._open[key[0]].lease
+        return ToScore(key, of.split, of.instance, played.outcome.answer, of.eval_set)
+
+    def _finished(self, key: Key, played: Played, score: float, components: dict[str, float], seconds: float) -> Packed:
+        transcript, outcome, world_s = played
+        rewards = transcript.position_rewards
+        reward = score + outcome.reward + math.fsum(each.value for each in rewards)
+        if not math.isfinite(reward):
+            return self._failed(key, "env_failed", f"the reward is {reward}")
+        trains = self._open[key[0]].lease.split == "train"
+        segments = transcript.segments(cut=outcome.cut, trains=trains)
+        timings = Timings(transcript.queued_s, transcript.sampling_s, world_s + seconds)
+        return self._ok(key, segments, reward, {**outcome.components, **components}, timings, rewards)
+
+    def _ok(
+        self,
+        key: Key,
+        segments: Sequence[Segment],
+        reward: float,
+        components: dict[str, float],
+        timings: Timings,
+        position_rewards: tuple[PositionReward, ...] = (),
+    ) -> Packed:
+        headers, pieces = lay_out(segments)
         self._close(key)
         trajectory = Trajectory(
             lease=key[0],
@@ -166,9 +269,10 @@ class RolloutBook:
             segments=headers,
             arrays=EMPTY,
             components=components,
+            position_rewards=position_rewards,
             node=self._node,
             engine=self._engine,
-            timings=Timings(completion.queued_s, completion.sampling_s, seconds),
+            timings=timings,
         )
         return pack_trajectory(trajectory, pieces)
 
@@ -197,6 +301,7 @@ class RolloutBook:
         keys = [(lease, sample) for sample in sorted(left)]
         for key in keys:
             self._sampled.pop(key, None)
+            self._played.pop(key, None)
         return iter(keys)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
@@ -223,6 +328,7 @@ class RolloutBook:
     def forget(self, key: tuple[int, int]) -> None:
         """A sample that is given back: nothing will come of it here."""
         self._sampled.pop(key, None)
+        self._played.pop(key, None)
         self._close(key)
 
     # --- trajectories ------------------------------------------------------------------------------------------------

@@ -298,7 +298,9 @@ class Serving:
             idle = self._recompute_oldest()
         if not idle:
             return False
-        self._engine.evict(min(idle, key=lambda policy: policy.version))
+        # One to which leases are pinned may be between two turns of an attempt, and would have to come again.
+        pinned = self._pinned()
+        self._engine.evict(min(idle, key=lambda policy: (policy in pinned, policy.version)))
         return True
 
     def _idle(self) -> list[PolicyId]:

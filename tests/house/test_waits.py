@@ -30,6 +30,7 @@ HARMLESS = {
     ("inference/bench_flips_house.py", "self._pipe.recv_bytes()"): "poll with a limit found something in it",
     ("inference/orphan_guard.py", "parent.join()"): "a daemon's only work: to wait for its parent's end",
     ("inference/sglang_engine.py", "self._open.wait()"): "weights are changed, by questions that have limits",
+    ("inference/environment_worker.py", "ended.wait()"): "a child's only work: what it is asked, until the input ends",
     ("inference/flights.py", "event.wait()"): "within a wait_for that has a limit",
     ("trainer/megatron/collect.py", "dist.recv(buffer, rank)"): "the process group has a time-out",
     ("trainer/bench_process.py", "ours.recv_bytes()"): "poll with a limit found something in it",
