@@ -47,7 +47,7 @@ def steps_reached(run: Path, count: int) -> bool:
     return (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= count
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_reward_rises_with_the_bound_and_the_ledger_kept_over_all_shards(shell, shards):
     run = shell.folder / "learns"
     code, output = shell.run(
@@ -88,7 +88,10 @@ def test_a_shard_that_is_killed_comes_back_and_loses_nothing_and_status_adds_up_
     check(run, 30)
 
 
-@pytest.mark.parametrize("point", ["trainer.between-confirms:3@trainer", "buffer.after-append:60@buffer-1"])
+@pytest.mark.parametrize(
+    "point",
+    ["trainer.between-confirms:3@trainer", pytest.param("buffer.after-append:60@buffer-1", marks=pytest.mark.long)],
+)
 def test_a_run_survives_a_death_while_one_shard_knows_what_another_does_not(shell, point):
     run = shell.folder / "run"
     code, output = shell.run(
