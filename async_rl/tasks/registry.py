@@ -21,6 +21,8 @@ KINDS = {
     "digit_sort": "async_rl.tasks.digit_sort:DigitSort",
     "reasoning_gym": "async_rl.tasks.gym:ReasoningGym",
     "gsm8k": "async_rl.tasks.gsm8k:Gsm8k",
+    "calculator": "async_rl.tasks.calculator:Calculator",
+    "tools": "async_rl.tasks.with_tools:WithTools",
 }
 
 
