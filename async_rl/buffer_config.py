@@ -10,7 +10,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from async_rl.schema import ConfigError, Count, Fraction, PositiveFloat, PositiveInt, Section, changed
+from async_rl.schema import ConfigError, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Section, changed
+
+
+class PoolsConfig(Section, frozen=True, kw_only=True):
+    """Instances by the pass rate of all attempts so far, with the weight of each pool: one of `easy` is asked
+    easy / normal times as often as one of `normal`. What was never asked is normal."""
+
+    hard_below: Fraction = 0.2
+    easy_above: Fraction = 0.8
+    hard: NonNegative = 0.5
+    normal: PositiveFloat = 1.0
+    easy: NonNegative = 0.1
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):
@@ -54,9 +65,15 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Task instances of which at least this part of all attempts passed, over at least `retire_after` of them, are not
     asked again: 0.9, say. 0 is never. Needs a task with a finite set of instances, and so does difficulty."""
     retire_after: PositiveInt = 16
-    difficulty: Literal["uniform", "weighted"] = "uniform"
+    difficulty: Literal["uniform", "weighted", "pools"] = "uniform"
     """weighted: instances are asked in proportion to p (1 - p), p being the pass rate as far as it is known; those
-    never asked count as unknown, not as hopeless."""
+    never asked count as unknown, not as hopeless. pools: in proportion to the weight of their pool."""
+    pools: PoolsConfig = PoolsConfig()
+    """With difficulty "pools": which pass rates are hard, normal and easy, and their weights."""
+    epochs: bool = False
+    """Every training instance is asked once, in shuffled order, before any is asked again; without it each ticket
+    draws one independently. Needs a task with a finite set of instances. Tasks of data sources (kind "dataset") are
+    always asked so."""
     max_tries: PositiveInt = 8
     capacity_bytes: PositiveInt = 256 << 20
     heartbeat: PositiveFloat = 1.0
@@ -100,7 +117,7 @@ def _delay(buffer: BufferConfig) -> int:
 
 def keeps_history(buffer: BufferConfig) -> bool:
     """Whether what came of a task instance decides if it is asked again."""
-    return buffer.retire_above > 0 or buffer.difficulty == "weighted"
+    return buffer.retire_above > 0 or buffer.difficulty != "uniform"
 
 
 def batches_held(buffer: BufferConfig) -> int:
@@ -172,3 +189,10 @@ def check_buffer(buffer: BufferConfig) -> None:
         raise ConfigError(f"[buffer] {unused[0]} has no meaning without adaptive = true: remove it or set that")
     if not buffer.retire_above and changed(buffer, ["retire_after"]):
         raise ConfigError("[buffer] retire_after has no meaning without retire_above: remove it or set that")
+    if buffer.difficulty != "pools" and (unused := changed(buffer, ["pools"])):
+        raise ConfigError(f'[buffer] {unused[0]} has no meaning without difficulty = "pools": remove it or set that')
+    if buffer.pools.hard_below > buffer.pools.easy_above:
+        raise ConfigError(
+            f"[buffer.pools] hard_below = {buffer.pools.hard_below:g} is above easy_above = "
+            f"{buffer.pools.easy_above:g}: an instance would be in both pools"
+        )

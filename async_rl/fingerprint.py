@@ -2,8 +2,8 @@
 
 A fingerprint maps each part to a short hash, so that a refusal can name the part and both values. Paths, devices,
 dtypes, slots and steps may differ between machines. Of the weights the safetensors *headers* are hashed (names,
-shapes, offsets): reading 100 GB at every start would cost minutes. `path` in [task] is a path too: that the data there
-are the same is for who copies them to see.
+shapes, offsets): reading 100 GB at every start would cost minutes. `path` and `eval_path` in [task] are
+paths too: that the data there are the same is for who copies them to see.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from async_rl.eval_config import eval_tasks
 from async_rl.inference_config import InferenceConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+PATHS = ("path", "eval_path")
 MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 
 
@@ -98,8 +99,11 @@ def _what_trains(algorithm: AlgorithmConfig) -> dict[str, Any]:
     return {field: getattr(algorithm, field) for field in algorithm.__struct_fields__ if field != "alarms"}
 
 
-def _without_paths(task: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in task.items() if key != "path"}
+def _without_paths(value: Any) -> Any:
+    """A table of [task] without the keys of PATHS, wherever they are in it."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(inner) for key, inner in value.items() if key not in PATHS}
+    return [_without_paths(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _sampling(inference: InferenceConfig) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FIXED = (
     "run_seed", "groups_per_step", "group_size", "max_staleness", "lead", "window", "sampling", "deterministic",
-    "newest_first", "reuse", "shards", "shard",
+    "newest_first", "reuse", "sources", "shards", "shard",
 )  # fmt: skip
 """Rules that tickets which exist already were made by."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from async_rl.buffer_config import fresh_groups, lead
+from async_rl.buffer_config import PoolsConfig, fresh_groups, lead
 from async_rl.config import Config, group_bytes
+from async_rl.data.order import Source
 from async_rl.inference_config import node_count
-from async_rl.tasks.registry import known_instances
+from async_rl.tasks.registry import instance_sources, known_instances
 from async_rl.wire.messages import SamplingParams
 
 OnShortGroup = Literal["retry", "drop", "accept"]
@@ -24,9 +25,9 @@ class Rules(NamedTuple):
     There is no separate name for the order. `fifo` is a window of 1; where stale data is not waited for, the window
     is ENDLESS (see buffer.order, whose bound then does not hold: what becomes too old is dropped); `fresh` is
     `newest_first` (buffer.newest), and `replay` is fifo with a reuse above 1 (buffer.reuse). `instances` is how
-    many the task has, where their history decides (buffer.instances), else 0. `one_copy`: a node has room for the
-    policy that it serves and for no other. `nodes`: how many the run begins with, 0 when nobody knows. Times are in
-    seconds.
+    many the task has, where their history decides (buffer.instances), else 0; `sources` is what is gone through in
+    epochs, empty when instances are drawn independently. `one_copy`: a node has room for the policy that it serves and
+    for no other. `nodes`: how many the run begins with, 0 when nobody knows. Times are in seconds.
 
     With `shards` N the rules of a whole run name it, and `of_shard` makes those of each: B, F, W and the capacity are
     then an N-th, and ticket m of shard i is ticket m N + i of the run. Admission and orders count in their own tickets:
@@ -64,6 +65,8 @@ class Rules(NamedTuple):
     nodes: int = 0
     shards: int = 1
     shard: int = 0
+    pools: PoolsConfig | None = None
+    sources: tuple[Source, ...] = ()
 
     @property
     def fresh_groups(self) -> int:
@@ -116,6 +119,8 @@ def rules_from_config(config: Config, *, together: bool = False) -> Rules:
         retire_above=buffer.retire_above,
         retire_after=buffer.retire_after,
         weighted=buffer.difficulty == "weighted",
+        pools=buffer.pools if buffer.difficulty == "pools" else None,
+        sources=instance_sources(config),
         adaptive=buffer.adaptive,
         adaptive_ess=buffer.adaptive_ess,
         adaptive_k3=buffer.adaptive_k3,

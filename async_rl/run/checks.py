@@ -16,6 +16,7 @@ from async_rl.algorithm_config import describe
 from async_rl.buffer_config import fresh_groups, lead
 from async_rl.config import Config, ConfigError, is_mixture, keys_folder, shape_file
 from async_rl.errors import AsyncRLError
+from async_rl.eval_config import eval_sets
 from async_rl.inference_config import (
     SERVES_EXPERTS,
     NodeGroup,
@@ -29,7 +30,7 @@ from async_rl.routes import SGLANG_SEES_NO_DENSE, dense_unseen_by_sglang, read_c
 from async_rl.run.launch import child_environment
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
-from async_rl.tasks.registry import known_instances, load_task
+from async_rl.tasks.registry import instance_sources, known_instances, load_task
 from async_rl.trainer_config import adapts_feed_forward, describe_trainer
 from async_rl.wire.keys import ServiceKeys, dial_keys
 from async_rl.wire.messages import Role
@@ -209,8 +210,14 @@ def check_trackers(config: Config) -> None:
 
 def check_task(config: Config) -> None:
     """Raises ConfigError for a task, or a key of its own, that is not known, or one that [buffer] cannot use."""
-    load_task(config.task)
+    task = load_task(config.task)
+    instance_sources(config)
     known_instances(config)
+    if any(not each.task for each in eval_sets(config)) and task.size("eval") == 0:
+        raise ConfigError(
+            "[run] says to evaluate, and [task] has nothing to evaluate on: name held-out data there, or set "
+            "eval_every = 0"
+        )
 
 
 def check_model(config: Config) -> str:

@@ -12,8 +12,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from async_rl.buffer_config import keeps_history
+from async_rl.buffer_config import BufferConfig, keeps_history
 from async_rl.config import Config, ConfigError, Section, convert_section
+from async_rl.data.order import Source
 from async_rl.tasks.task import Task
 
 MAX_INSTANCES = 1 << 20  # of which the buffer keeps a history; it takes 16 bytes for each, here and in snapshots
@@ -21,20 +22,43 @@ KINDS = {
     "digit_sort": "async_rl.tasks.digit_sort:DigitSort",
     "reasoning_gym": "async_rl.tasks.gym:ReasoningGym",
     "gsm8k": "async_rl.tasks.gsm8k:Gsm8k",
-    "calculator": "async_rl.tasks.calculator:Calculator",
-    "tools": "async_rl.tasks.with_tools:WithTools",
+    "dataset": "async_rl.data.task:DatasetTask",
 }
 
 
 def load_task(table: Mapping[str, Any]) -> Task:
     """The task of a [task] table, its remaining keys converted strictly into the task's own `Config`. Raises
     ConfigError for a kind, key or value that is not known, and AsyncRLError for an optional package that is missing."""
+    task_class, section = _section(table)
+    return cast(Task, task_class(section))
+
+
+def _section(table: Mapping[str, Any]) -> tuple[Any, Section]:
+    """A task's class and its own part of [task]. Raises ConfigError."""
     kind = table.get("kind")
     if not isinstance(kind, str):
         raise ConfigError(f'[task] needs a key `kind`: one of {", ".join(KINDS)}, or "module:Class"')
     task_class = _task_class(kind)
     options = {key: value for key, value in table.items() if key != "kind"}
-    return cast(Task, task_class(convert_section(options, task_class.Config, f'[task] of kind "{kind}"')))
+    return task_class, convert_section(options, task_class.Config, f'[task] of kind "{kind}"')
+
+
+def instance_sources(config: Config) -> tuple[Source, ...]:
+    """What a run's training instances are gone through by, in epochs; empty when each ticket draws one independently.
+    A task class says by `sources(section)` that it is always asked so; others are where [buffer] epochs says so. Raises
+    ConfigError when there is no end to them, and what making a task raises."""
+    task_class, section = _section(config.task)
+    if hasattr(task_class, "sources"):
+        return tuple(task_class.sources(section))
+    if not config.buffer.epochs:
+        return ()
+    size = load_task(config.task).size("train")
+    if size is None:
+        raise ConfigError(
+            f"[buffer] epochs = true, and [task] kind = {config.task['kind']!r} has no end to its training instances: "
+            "give it a size, or set epochs = false"
+        )
+    return (Source(size, 1, 0),)
 
 
 def known_instances(config: Config) -> int:
@@ -43,15 +67,24 @@ def known_instances(config: Config) -> int:
     buffer = config.buffer
     if not keeps_history(buffer):
         return 0
-    size = load_task(config.task).size("train")
+    sources = instance_sources(config)
+    if any(source.block for source in sources):
+        raise ConfigError(
+            f"{_wanted(buffer)} ask again what was asked before, and a source with streaming = true is only read "
+            'forward: set streaming = false, or retire_above = 0 and difficulty = "uniform"'
+        )
+    size = sum(source.size for source in sources) if sources else load_task(config.task).size("train")
     if size is None or size > MAX_INSTANCES:
         there = "has no end to its training instances" if size is None else f"has {size} training instances"
-        wanted = f'[buffer] retire_above = {buffer.retire_above:g} and difficulty = "{buffer.difficulty}"'
         raise ConfigError(
-            f"{wanted} need a history of every instance, and [task] kind = {config.task['kind']!r} {there}: give it a "
-            f'size of at most {MAX_INSTANCES}, or set retire_above = 0 and difficulty = "uniform"'
+            f"{_wanted(buffer)} need a history of every instance, and [task] kind = {config.task['kind']!r} {there}: "
+            f'give it a size of at most {MAX_INSTANCES}, or set retire_above = 0 and difficulty = "uniform"'
         )
     return size
+
+
+def _wanted(buffer: BufferConfig) -> str:
+    return f'[buffer] retire_above = {buffer.retire_above:g} and difficulty = "{buffer.difficulty}"'
 
 
 def _task_class(kind: str) -> Any:

@@ -58,4 +58,6 @@ class Task(Protocol):
 def instance_of(task: Task, split: Split, instance: int) -> Instance:
     """The instance that a lease's instance id means: a finite split is gone through again from its start."""
     size = task.size(split)
+    if size == 0:
+        raise TaskError(f"the task has no {split} instances: name some in [task], or ask for none")
     return task.instance(split, instance if size is None else instance % size)

@@ -32,6 +32,8 @@ BROKEN = {
     "reuse = 3 is more than groups_per_step = 2": {"order": "replay", "reuse": 3, "groups_per_step": 2},
     "adaptive_ess has no meaning without adaptive = true": {"adaptive_ess": 0.2},
     "retire_after has no meaning without retire_above": {"retire_after": 8, "difficulty": "weighted"},
+    'pools has no meaning without difficulty = "pools"': {"pools": {"hard": 0.2}, "difficulty": "weighted"},
+    "hard_below = 0.9 is above easy_above = 0.8": {"pools": {"hard_below": 0.9}, "difficulty": "pools"},
 }  # fmt: skip
 BROKEN_AS_WELL = {
     'window has no meaning with order = "replay"': {"order": "replay", "reuse": 2, "window": 2},
@@ -61,6 +63,7 @@ WHOLE: list[dict[str, Any]] = [
     {"adaptive": True, "order": "replay", "reuse": 3},
     {"adaptive": True, "max_staleness": 2, "adaptive_ess": 0.2, "adaptive_k3": 0.2},
     {"retire_above": 0.9, "retire_after": 8},
+    {"difficulty": "pools", "pools": {"hard_below": 0.8}},
     {"order": "replay", "reuse": 5},
     {"order": "replay", "reuse": 2, "groups_per_step": 2},
 ]

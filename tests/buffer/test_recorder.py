@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from async_rl.buffer_config import PoolsConfig
+from async_rl.data.order import Source
 from async_rl.version import PolicyId, VersionRun
 from buffer.events import (
     BatchConfirmed,
@@ -40,10 +42,14 @@ from buffer.snapshot import dump
 RUN = "run"
 ADAPTIVE = {"adaptive": True, "max_staleness": 3}
 HISTORY = {"instances": 40, "retire_above": 0.9, "retire_after": 4, "weighted": True}
+EPOCHS = {
+    "instances": 40, "retire_above": 0.9, "retire_after": 4, "pools": PoolsConfig(),
+    "sources": (Source(7, 2, 0), Source(33, 3, 0)),
+}  # fmt: skip
 ORDERS = pytest.mark.parametrize(
     "order",
-    [{}, {"newest_first": True}, {"reuse": 2, "max_staleness": 3}, HISTORY, ADAPTIVE],
-    ids=["fifo", "fresh", "replay", "history", "adaptive"],
+    [{}, {"newest_first": True}, {"reuse": 2, "max_staleness": 3}, HISTORY, ADAPTIVE, EPOCHS],
+    ids=["fifo", "fresh", "replay", "history", "adaptive", "epochs"],
 )
 
 

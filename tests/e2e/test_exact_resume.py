@@ -42,17 +42,6 @@ def reached_step(run: Path, count: int, process) -> None:
     real_runs.wait_for(there, 120, f"{count} steps")
 
 
-def kill_everything(process) -> None:
-    """kill -9 for the launcher and every process of the run, at once."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    for each in (psutil.Process(process.pid), *family):
-        each.send_signal(signal.SIGSTOP)  # so that none acts on the death of another
-    for each in (psutil.Process(process.pid), *family):
-        each.kill()
-    process.wait(30)
-    psutil.wait_procs(family, 30)
-
-
 def finish(shell, *arguments: str) -> None:
     code, output = shell.run(*arguments, timeout=150)
     assert code == 0, output
@@ -70,7 +59,7 @@ def test_after_kill_9_of_everything_the_batches_since_the_checkpoint_are_trained
     arguments = ["run", str(shell.config), "--out", str(run), *SETTINGS, *order]
     process = shell.start(*arguments)
     reached_step(run, 6, process)
-    kill_everything(process)
+    real_runs.kill_everything(process)
     before = run / "before.jsonl"
     shutil.copy(run / "metrics.jsonl", before)
     old = steps(before)
@@ -121,7 +110,7 @@ def test_a_deterministic_run_stopped_and_killed_is_the_one_that_went_through_wit
     process.communicate(timeout=60)
     process = shell.start(*arguments, "--out", str(run), "--resume")
     reached_step(run, 6, process)
-    kill_everything(process)
+    real_runs.kill_everything(process)
     finish(shell, *arguments, "--out", str(run), "--resume")
     check_the_same_run(shell, plain, run)
     for record in steps(run / "metrics.jsonl").values():
@@ -145,7 +134,7 @@ def test_a_deterministic_run_killed_at_every_kind_of_place_is_the_one_that_went_
                 real_runs.interrupt(process)
                 process.communicate(timeout=60)
             else:
-                kill_everything(process)
+                real_runs.kill_everything(process)
             process = shell.start(*arguments, "--out", str(run), "--resume")
         else:
             next(each for each in real_runs.processes_of(run) if module in each.cmdline()).kill()

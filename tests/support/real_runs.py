@@ -131,3 +131,14 @@ def processes_of(run: Path) -> list[psutil.Process]:
 
 def interrupt(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGINT)
+
+
+def kill_everything(process: subprocess.Popen[str]) -> None:
+    """kill -9 for the launcher and every process of the run, at once."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    for each in (psutil.Process(process.pid), *family):
+        each.send_signal(signal.SIGSTOP)  # so that none acts on the death of another
+    for each in (psutil.Process(process.pid), *family):
+        each.kill()
+    process.wait(30)
+    psutil.wait_procs(family, 30)
