@@ -20,9 +20,13 @@ from async_rl.run.pipes import take_over_pipes
 from async_rl.tasks.environment import Environment, EnvironmentTask, Said, StepResult
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Split, instance_of
-from inference.scoring import Ready, Setup, die_with
+from inference.scoring import Ready, die_with
 
 # --- what crosses the pipe -------------------------------------------------------------------------------------------
+
+
+class Setup(msgspec.Struct, array_like=True):
+    task: dict[str, Any]
 
 
 class Begin(msgspec.Struct, array_like=True, tag=True):
@@ -54,6 +58,7 @@ class Answer(msgspec.Struct, array_like=True):
     reward: float = 0.0
     done: bool = False
     components: dict[str, float] = {}
+    answer: str | None = None
     error: str = ""
 
 
@@ -96,7 +101,7 @@ class Worlds:
         result: StepResult = await self._within(self._open[ask.number].step(said), "a step")
         reward, components = float(result.reward), {str(name): float(of) for name, of in result.components.items()}
         observation = "" if result.done else checked(result.observation)
-        return Answer(ask.number, observation, reward, bool(result.done), components)
+        return Answer(ask.number, observation, reward, bool(result.done), components, result.answer)
 
     async def _within(self, work: Awaitable[Any], what: str) -> Any:
         try:

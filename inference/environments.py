@@ -24,11 +24,11 @@ import msgspec
 from async_rl.errors import AsyncRLError
 from async_rl.run.pipes import frame
 from async_rl.tasks.environment import EnvironmentTask
-from async_rl.tasks.rendering import decode, following, opening
-from inference.environment_worker import Answer, Ask, Begin, End, Step
+from async_rl.tasks.rendering import Conversation, decode, following, opening
+from inference.environment_worker import Answer, Ask, Begin, End, Setup, Step
 from inference.episodes import NoRoom, Play
 from inference.rollout import Outcome
-from inference.scoring import MAX_FRAME_BYTES, START_TIMEOUT_S, Ready, Setup
+from inference.scoring import MAX_FRAME_BYTES, START_TIMEOUT_S, Ready
 
 LATE_S = 5.0  # beyond an environment's own time-out, in which its worker says so; then it is blocked, and is killed
 
@@ -53,41 +53,46 @@ class EnvironmentDriver:
         worker = self._workers[number % len(self._workers)]
         components: Counter[str] = Counter()
         try:
+            first = await self._reset(play, worker, number)  # outside the limit: a worker may have to be started
             async with asyncio.timeout(self._limits.time_limit):
-                done = await self._turns(play, worker, number, components)
+                last = await self._turns(play, worker, number, first, components)
         except (TimeoutError, NoRoom):
-            done = False
+            last = None
         finally:
             await worker.forget(number)
-        return Outcome(components=dict(components), cut=not done)
+        return Outcome(components=dict(components), cut=last is None, answer=last.answer if last else None)
 
-    async def _turns(self, play: Play, worker: Worker, number: int, components: Counter[str]) -> bool:
-        """Whether the environment came to its end."""
-        attempt, tokenizer = play.attempt, self._tokenizer
+    async def _reset(self, play: Play, worker: Worker, number: int) -> Conversation:
+        of = play.attempt
+        began = await self._world(play, worker, Begin(number, of.split, of.instance, of.seed))
+        return opening(began.observation, self._tokenizer, self._tools)
 
-        async def world(ask: Ask) -> Answer:
-            started = time.monotonic()
-            try:
-                return await worker.ask(ask)
-            finally:
-                play.world_s += time.monotonic() - started
-
-        first = await world(Begin(number, attempt.split, attempt.instance, attempt.seed))
-        conversation = opening(first.observation, tokenizer, self._tools)
+    async def _turns(
+        self, play: Play, worker: Worker, number: int, conversation: Conversation, components: Counter[str]
+    ) -> Answer | None:
+        """The world's last answer; None when the turns ran out before."""
         for turn in range(self._limits.max_turns):
             completion, place = await play.sample(conversation.prompt, conversation.reasons, self._left(play))
             tokens = completion.tokens.tolist()
-            result = await world(Step(number, decode(tokens, tokenizer), tuple(tokens), completion.finish))
+            said = Step(number, decode(tokens, self._tokenizer), tuple(tokens), completion.finish)
+            result = await self._world(play, worker, said)
             components.update(result.components)
             if result.reward:
                 play.transcript.rewarded(place, result.reward)
             if result.done:
-                return True
+                return result
             if turn + 1 < self._limits.max_turns:
                 conversation = following(
-                    conversation, tokens, completion.finish, result.observation, tokenizer, self._tools
+                    conversation, tokens, completion.finish, result.observation, self._tokenizer, self._tools
                 )
-        return False
+        return None
+
+    async def _world(self, play: Play, worker: Worker, ask: Ask) -> Answer:
+        started = time.monotonic()
+        try:
+            return await worker.ask(ask)
+        finally:
+            play.world_s += time.monotonic() - started
 
     def _left(self, play: Play) -> int | None:
         most = self._limits.max_sampled_tokens

@@ -163,6 +163,7 @@ class Episodes:
         self._plays: dict[Key, concurrent.futures.Future[None]] = {}
         self._calls: dict[Key, asyncio.Future[Completion]] = {}
         self._serial = itertools.count(1)
+        self._closed = False
 
     @property
     def tasks(self) -> frozenset[str]:
@@ -201,6 +202,9 @@ class Episodes:
 
     def close(self) -> None:
         """Cancel what is under way, and end what the driver has started."""
+        if self._closed:
+            return
+        self._closed = True
         for key in list(self._plays):
             self.cancel(key)
         for driver in self._drivers.values():

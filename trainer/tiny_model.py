@@ -38,9 +38,11 @@ from async_rl.config import Config, ConfigError, TinyModelConfig, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.run.model_cache import tiny_model_path, tiny_recipe
 from async_rl.run.process import check_house
+from async_rl.tasks.environment import EnvironmentTask
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.rendering import decode, render
 from async_rl.tasks.task import Instance, Split, Task, instance_of
+from trainer.tiny_dialogues import IGNORED, labelled_ids, longest_turn, rewards_of_play
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -49,7 +51,6 @@ CHECK_SAMPLES = 512  # standard error of an accuracy of 0.25: 0.019
 CHECK_EVERY = 20  # steps, while far from the band
 MIN_RATE = 1 / 64  # of the learning rate; when steps so small still jump over the band, it is not to be hit
 LOCK_TIMEOUT_S = 900.0
-IGNORED = -100  # transformers' label for "no loss here"
 
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 Say = Callable[[str], None]
@@ -119,29 +120,11 @@ def new_model(tiny: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Tiny
     )
 
 
-def training_ids(instance: Instance, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Token ids of an instance's prompt, and of its answer with the stop token. Raises AsyncRLError when the answer
-    is no text, or a character has no token."""
-    if not isinstance(instance.answer, str):
-        raise AsyncRLError(
-            f"[model.tiny] cannot learn this task: the answer to {instance.prompt!r} is no text but "
-            f"{type(instance.answer).__name__}; use a model of your own ([model] path)"
-        )
-    prompt, answer = render(instance, tokenizer), tokenizer.encode(instance.answer, add_special_tokens=False)
-    if tokenizer.unk_token_id in [*prompt, *answer]:
-        raise AsyncRLError(
-            f"[model.tiny] knows printable ASCII only, and the task has other characters: "
-            f"{instance.prompt!r} -> {instance.answer!r}; use a model of your own ([model] path)"
-        )
-    return prompt, [*answer, tokenizer.eos_token_id]
-
-
 def answer_loss(model: TinyModel, tokenizer: Any, batch: Sequence[Instance]) -> tuple[torch.Tensor, float]:
     """Mean negative log-probability of the answers' tokens, and the mean probability of whole answers: what sampling
     would get right, as far as no other answer is right too."""
-    sequences = [training_ids(instance, tokenizer) for instance in batch]
-    ids = [torch.tensor(prompt + answer) for prompt, answer in sequences]
-    labels = [torch.tensor([IGNORED] * len(prompt) + answer) for prompt, answer in sequences]
+    sequences = [labelled_ids(instance, tokenizer) for instance in batch]
+    ids, labels = ([torch.tensor(each) for each in column] for column in zip(*sequences, strict=True))
     # Padding is on the right, so causal attention alone keeps it from the answers.
     ids_bt = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
     labels_bt = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED)[:, 1:]
@@ -153,21 +136,36 @@ def answer_loss(model: TinyModel, tokenizer: Any, batch: Sequence[Instance]) -> 
 
 @torch.no_grad()
 def accuracy(model: TinyModel, tokenizer: Any, task: Task, instances: Sequence[Instance], *, sample: bool) -> float:
-    """Mean reward of one completion for each instance: sampled at temperature 1 from the global random state, or
-    greedy. Completions may be as long as the longest right answer."""
-    sequences = [training_ids(instance, tokenizer) for instance in instances]
-    prompts = tokenizer.pad(
-        {"input_ids": [prompt for prompt, _ in sequences]}, padding_side="left", return_tensors="pt"
-    )
+    """Mean reward of one attempt at each instance: sampled at temperature 1 from the global random state, or greedy.
+    Completions may be as long as the longest right turn."""
+    longest = max(longest_turn(instance, tokenizer) for instance in instances)
+
+    def say(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        return sampled_after(model, tokenizer, prompts, longest, sample=sample)
+
+    if isinstance(task, EnvironmentTask):
+        rewards = rewards_of_play(task, tokenizer, instances, say)
+    else:
+        answers = say([render(instance, tokenizer) for instance in instances])
+        rewards = [
+            task.score(instance, decode(tokens, tokenizer)).reward
+            for instance, tokens in zip(instances, answers, strict=True)
+        ]
+    return sum(rewards) / len(rewards)
+
+
+def sampled_after(
+    model: TinyModel, tokenizer: Any, prompts: Sequence[Sequence[int]], longest: int, *, sample: bool
+) -> list[list[int]]:
+    """What the model says after each prompt, up to its stop token or so many tokens."""
+    inputs = {"input_ids": [list(prompt) for prompt in prompts]}
+    padded = tokenizer.pad(inputs, padding_side="left", return_tensors="pt")
     # top_k = 0: transformers cuts to the 50 likeliest tokens unless told otherwise.
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
-    out_bt = model.generate(**prompts, max_new_tokens=max(len(answer) for _, answer in sequences), **how)
-    sampled_bt = out_bt[:, prompts["input_ids"].shape[1] :].tolist()
-    rewards = [
-        task.score(instance, decode(tokens, tokenizer)).reward
-        for instance, tokens in zip(instances, sampled_bt, strict=True)
-    ]
-    return sum(rewards) / len(rewards)
+    out_bt = model.generate(**padded, max_new_tokens=longest, **how)
+    said = out_bt[:, padded["input_ids"].shape[1] :].tolist()
+    stop = tokenizer.eos_token_id
+    return [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in said]
 
 
 # --- the warm start --------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class EpisodeConfig(Section, frozen=True, kw_only=True):
     max_sampled_tokens: Count = 0
     """Tokens that the model may sample in an attempt, all turns together; 0 is as many as the context holds."""
     time_limit: PositiveFloat = 300.0
-    """Seconds of an attempt from its start on; less than buffer.lease_timeout."""
+    """Seconds of an attempt after its reset; less than buffer.lease_timeout."""
     step_timeout: PositiveFloat = 30.0
     """Seconds that a reset, a step or a close of the environment may take."""
 
@@ -54,13 +54,14 @@ class Said(NamedTuple):
 
 class StepResult(NamedTuple):
     """What the world answers. `reward` is for this turn; an attempt's reward is the sum of its turns'. With `done` the
-    model says no more, and the observation does not count. `components` add up over the turns by name, for the
-    metrics."""
+    model says no more, and the observation does not count; an `answer` is then judged by the task's own `score`, in a
+    scoring worker, and what it gives counts besides. `components` add up over the turns by name, for the metrics."""
 
     observation: Observation
     reward: float = 0.0
     done: bool = False
     components: Mapping[str, float] = {}
+    answer: str | None = None
 
 
 class Environment(Protocol):

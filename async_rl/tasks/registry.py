@@ -23,6 +23,8 @@ KINDS = {
     "reasoning_gym": "async_rl.tasks.gym:ReasoningGym",
     "gsm8k": "async_rl.tasks.gsm8k:Gsm8k",
     "dataset": "async_rl.data.task:DatasetTask",
+    "calculator": "async_rl.tasks.calculator:Calculator",
+    "tools": "async_rl.tasks.with_tools:WithTools",
 }
 
 

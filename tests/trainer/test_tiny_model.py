@@ -13,6 +13,7 @@ from async_rl.run.model_cache import model_path, tiny_model_path
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.rendering import decode, render
 from async_rl.tasks.task import Instance
+from trainer.tiny_dialogues import IGNORED, labelled_ids
 from trainer.tiny_model import (
     CHARACTERS,
     accuracy,
@@ -21,7 +22,6 @@ from trainer.tiny_model import (
     ensure_tiny_model,
     fresh_instances,
     new_model,
-    training_ids,
     warm_start,
 )
 
@@ -158,7 +158,7 @@ def test_prompts_of_different_lengths_do_not_disturb_each_other():
     with torch.no_grad():
         apart = [answer_loss(model, tokenizer, [instance])[0].item() for instance in instances]
         together = answer_loss(model, tokenizer, instances)[0].item()
-    tokens = [len(training_ids(instance, tokenizer)[1]) for instance in instances]
+    tokens = [sum(label != IGNORED for label in labelled_ids(each, tokenizer)[1]) for each in instances]
     assert together == pytest.approx(sum(a * n for a, n in zip(apart, tokens, strict=True)) / sum(tokens), rel=1e-5)
 
 
@@ -173,7 +173,7 @@ def test_every_character_survives_the_tokenizer(tmp_path):
 @pytest.mark.parametrize(("answer", "says"), [(12, "no text"), ("é", "printable ASCII")])
 def test_a_task_that_it_cannot_learn_is_refused(answer, says):
     with pytest.raises(AsyncRLError, match=says):
-        training_ids(Instance("1=", None, answer), char_tokenizer())
+        labelled_ids(Instance("1=", None, answer), char_tokenizer())
 
 
 def test_a_shape_that_does_not_fit_is_refused():
