@@ -31,6 +31,7 @@ from msgspec import UNSET, Meta, UnsetType
 from async_rl.episode_config import EpisodesConfig
 from async_rl.proof import LARGEST_BOUND
 from async_rl.schema import ConfigError, Fraction, NonNegative, PositiveFloat, PositiveInt, Section, changed
+from async_rl.scoring_config import ScoringSettings
 
 EngineName = Literal["torch", "vllm", "sglang"]
 
@@ -55,7 +56,7 @@ class SglangConfig(Section, frozen=True, kw_only=True):
     flag without a value. Those of a group are added to them, unless it has an endpoint."""
 
 
-class NodeSettings(Section, frozen=True, kw_only=True):
+class NodeSettings(ScoringSettings, frozen=True, kw_only=True):
     """What groups of nodes may have each for itself."""
 
     engine: EngineName = "torch"
@@ -83,8 +84,6 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     max_resident: Annotated[int, Meta(ge=2)] = 3
     flip_timeout: PositiveFloat = 60.0
     """Seconds that a new policy waits for a slot before the oldest one's requests are recomputed under it."""
-    score_timeout: PositiveFloat = 10.0
-    """Seconds that scoring one completion may take."""
     max_tokens_per_second: NonNegative = 0.0
     """A torch node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
     relay: bool = False

@@ -16,6 +16,7 @@ from buffer.events import ResultArrived
 log = logging.getLogger("buffer")
 
 NOTHING = memoryview(b"")
+NOTE_CHARACTERS = 200  # nodes write no more
 
 
 def read_results(received: Received, largest: int, holder: Callable[[int], str]) -> tuple[list[ResultArrived], int]:
@@ -69,4 +70,7 @@ def read_attempt(node: str, payload: memoryview, largest: int) -> ResultArrived 
     except TrajectoryError as error:
         problem = str(error)
     kept = NOTHING if problem else payload
-    return ResultArrived(node, of.lease, of.sample, of.status, of.reward, of.versions, of.n_tokens, kept, problem)
+    return ResultArrived(
+        node, of.lease, of.sample, of.status, of.reward, of.versions, of.n_tokens, kept, problem,
+        of.note[:NOTE_CHARACTERS],
+    )  # fmt: skip

@@ -114,7 +114,7 @@ class PrefixesHandedOver(Event, frozen=True, tag=True, array_like=True):
 
 class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     """One attempt came back. `payload` is the encoded trajectory, opaque here; `problem` is not empty when the
-    service already found it broken (sizes, versions, log-probabilities)."""
+    service already found it broken (sizes, versions, log-probabilities); `note` is the node's, of why it failed."""
 
     node: str
     lease: int
@@ -125,6 +125,7 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     n_tokens: int
     payload: memoryview
     problem: str = ""
+    note: str = ""
 
 
 class ResultsArrived(Event, frozen=True, tag=True, array_like=True):

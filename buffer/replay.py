@@ -304,7 +304,7 @@ class Replay:
         if refusal is not None:
             self.groups.fail(lease, event.sample, "refused", f"{refusal.reason} (from {event.node})")
         elif event.status == "env_failed":
-            self.groups.fail(lease, event.sample, "env_failed", f"on {event.node}")
+            self.groups.fail(lease, event.sample, "env_failed", f"on {event.node}: {event.note}")
         else:
             self.groups.fail(lease, event.sample, "cancelled", f"given up by {event.node}")
         self._closed(lease, 1)

@@ -433,7 +433,7 @@ def body(context: PoolContext) -> None:
     log.info("engine: %s", engine.describe())
     scratch = Scratch()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    scorer = Scorer(config.task, config.inference.score_timeout, inbox, eval_tasks=tables)
+    scorer = Scorer(config.task, config.inference, inbox, eval_tasks=tables)
     episodes: Episodes | None = None
     try:
         episodes = make_episodes({"": task, **held_out}, config, tokenizer, inbox)

@@ -52,7 +52,10 @@ class Task(Protocol):
         the task's config. Training and evaluation share none."""
 
     def score(self, instance: Instance, completion: str) -> Score:
-        """Judge a decoded completion. What it raises is a failed environment, never a reward of 0."""
+        """Judge a decoded completion. What it raises is a failed environment, never a reward of 0.
+
+        A task whose score comes from [[task.reward]] tables has them as an attribute `rewards` (async_rl.rewards), by
+        which scoring knows how many completions may be scored at once, and how long that may take."""
 
 
 def instance_of(task: Task, split: Split, instance: int) -> Instance:

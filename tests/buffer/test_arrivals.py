@@ -45,6 +45,13 @@ def test_a_good_one_is_read_as_it_was_written() -> None:
     assert found.payload == GOOD
 
 
+def test_why_an_attempt_failed_is_read_with_it_up_to_what_nodes_write() -> None:
+    found = read(spoilt(status="env_failed", segments=(), arrays=memoryview(b""), note="no judge" + "!" * 900), 10_000)
+    assert found is not None
+    assert (found.status, found.problem) == ("env_failed", "")
+    assert found.note == "no judge" + "!" * 192
+
+
 def test_of_one_that_is_too_large_only_the_name_is_read() -> None:
     """Decoded, this one would be some hundred times its size."""
     components = {f"{index:x}": 0.0 for index in range(200_000)}

@@ -218,6 +218,17 @@ def test_a_group_with_a_failed_environment_is_accepted_dropped_or_completed(tool
         assert (again.instance == lease.instance) == (rule == "retry")
 
 
+def test_a_run_that_ends_over_a_reward_that_always_fails_says_what_failed(tools):
+    play = tools.play(group_size=2, max_tries=2)
+    (lease,) = play.node("a", 2)
+    play.result(lease, 0, status="env_failed", versions=(), payload=b"", note="reward 'judge': busy")
+    (again,) = play.want("a", 3)
+    assert (again.ticket, again.samples) == (lease.ticket, (0,))
+    play.result(again, 0, status="env_failed", versions=(), payload=b"", note="reward 'judge': refused")
+    assert "env_failed: on a: reward 'judge': refused" in play.replay.groups.exhausted
+    assert play.replay.ledger["dropped.env_failed"] == 2
+
+
 def test_accept_needs_two_good_samples(tools):
     play = tools.play(group_size=2, on_short_group="accept")
     lease, _ = play.node("a", 4)

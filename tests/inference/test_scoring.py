@@ -1,3 +1,4 @@
+import json
 import os
 import queue
 import signal
@@ -6,8 +7,11 @@ import sys
 import time
 
 import pytest
+from reward_service import RewardService
 
-from inference.scoring import BATCH, Scorer
+from async_rl.scoring_config import ScoringSettings
+from inference.scoring import Scorer
+from inference.scoring_queue import BATCH
 
 TASK = '''
 import os, subprocess, sys, time
@@ -50,6 +54,16 @@ class Scripted:
             os.write(1, b"raw " * 1000)
         if command == "read":
             return Score(float(len(sys.stdin.read())), {})
+        if command == "slow":
+            time.sleep(float(rest))
+            return Score(1.0, {})
+        if command == "flaky":
+            path, _, fails = rest.partition(" ")
+            with open(path, "a") as file:
+                file.write("x")
+            if os.path.getsize(path) <= int(fails):
+                os._exit(3) if os.path.getsize(path) == 1 else 1 / 0
+            return Score(1.0, {})
         if command == "nan":
             return Score(float("nan"), {})
         if command == "none":
@@ -62,7 +76,7 @@ class Scripted:
 def table(tmp_path, monkeypatch):
     """A [task] table of a user's own task, importable by workers through PYTHONPATH."""
     (tmp_path / "scripted_task.py").write_text(TASK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return {"kind": "scripted_task:Scripted", "pids": str(tmp_path / "pids")}
 
 
@@ -71,9 +85,10 @@ def scorers():
     """Makes scorers with a queue each, and closes them."""
     made = []
 
-    def make(table, timeout_s=60.0, workers=1):
+    def make(table, timeout_s=60.0, workers=1, tries=1):
         results = queue.SimpleQueue()
-        made.append(Scorer(table, timeout_s, results, workers))
+        settings = ScoringSettings(score_timeout=timeout_s, reward_workers=workers, score_tries=tries)
+        made.append(Scorer(table, settings, results))
         return made[-1], results
 
     yield make
@@ -199,6 +214,70 @@ def test_a_task_that_cannot_be_loaded_fails_every_completion_with_the_reason(sco
     assert "did you mean `digits`" in take(results, 1)[0].error
 
 
+def test_slow_completions_overlap_in_as_many_workers_as_there_may_be(table, scorers):
+    scorer, results = scorers(table, workers=4)
+    for n in range(24):
+        scorer.submit(n, "train", 1, "slow 0.2")
+    assert all(s.reward == 1 and not s.error for s in take(results, 24))
+    assert 2 <= len(pids(table)) <= 4
+    last = len(pids(table))
+    for n in range(24):
+        scorer.submit(n, "train", 1, "1")
+    assert [s.reward for s in take(results, 24)] == [1] * 24
+    assert len(pids(table)) == last, "no worker is started while one has nothing to do"
+
+
+def test_a_reward_that_crashes_by_chance_costs_no_sample_and_one_that_always_does_is_given_up(table, scorers, tmp_path):
+    scorer, results = scorers(table, tries=3)
+    for n in range(3):
+        scorer.submit(n, "train", 1, f"flaky {tmp_path / f'flaky-{n}'} {n}")  # fails as often as its last word says
+    scorer.submit(3, "train", 1, "raise always")
+    scorer.submit(4, "train", 1, "die")
+    scored = {s.key: s for s in take(results, 5)}
+    assert [(scored[n].reward, scored[n].error) for n in range(3)] == [(1, "")] * 3
+    assert scored[3].error == "scoring failed: ValueError: always (3 times in a row)"
+    assert scored[4].error == "the scoring worker died (exit code 7) (3 times in a row)"
+
+
+def reward_table(service, folder, **keys):
+    rows = [json.dumps({"question": "2+2?", "answer": "#### 4"})]
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    reward = {"kind": "http", "url": service.url, "timeout": 30, **keys}
+    return {"kind": "gsm8k", "path": str(folder), "reward": [reward]}
+
+
+def test_rewards_that_wait_for_a_service_overlap_in_one_worker_up_to_their_limit(scorers, tmp_path):
+    def number(question):
+        return 200, {"reward": float(question["completion"])}, {}
+
+    with RewardService(number, seconds=0.2) as service:
+        scorer, results = scorers(reward_table(service, tmp_path, concurrency=8))
+        for n in range(32):
+            scorer.submit(n, "train", 0, str(n))
+        assert {s.key: s.reward for s in take(results, 32)} == {n: float(n) for n in range(32)}
+    assert service.most == 8
+
+
+def test_of_several_at_once_only_the_one_that_crashes_its_worker_is_given_up(scorers, table, tmp_path):
+    (tmp_path / "crashing.py").write_text(
+        "import os, time\n"
+        "def reward(instance, completion):\n"
+        "    time.sleep(0.05)\n"
+        "    if completion == 'die': os._exit(7)\n"
+        "    return float(completion)\n"
+    )
+    with RewardService(lambda _: (200, {"reward": 0}, {})) as service:
+        made = reward_table(service, tmp_path)
+        made["reward"] = [{"kind": "python", "function": "crashing:reward", "concurrency": 4}]
+        scorer, results = scorers(made, tries=2)
+        for n in range(10):
+            scorer.submit(n, "train", 0, "die" if n == 5 else str(n))
+        scored = {s.key: s for s in take(results, 10)}
+    assert {n: s.reward for n, s in scored.items() if not s.error} == {n: float(n) for n in range(10) if n != 5}
+    assert scored[5].error == "the scoring worker died (exit code 7) (2 times in a row)"
+
+
 @pytest.mark.parametrize("completion", ["1", "hang"])
 def test_close_leaves_no_process(table, scorers, completion):
     scorer, results = scorers(table, workers=2)
@@ -218,7 +297,8 @@ def test_a_worker_that_hangs_dies_with_its_node(table):
     code = (
         "import queue, sys, time\n"
         "from inference.scoring import Scorer\n"
-        f"scorer = Scorer({table!r}, 600, results := queue.SimpleQueue())\n"
+        "from async_rl.scoring_config import ScoringSettings\n"
+        f"scorer = Scorer({table!r}, ScoringSettings(score_timeout=600), results := queue.SimpleQueue())\n"
         "scorer.submit(0, 'train', 1, '1')\n"
         "results.get()\n"
         "scorer.submit(1, 'train', 1, 'hang')\n"
@@ -235,10 +315,10 @@ def test_a_worker_that_hangs_dies_with_its_node(table):
 
 def test_the_worker_imports_no_torch_and_no_other_pool():
     code = (
-        "import sys, inference.scoring\n"
+        "import sys, inference.scoring_worker\n"
         "from async_rl.tasks.registry import load_task\n"
         "load_task({'kind': 'digit_sort'})\n"
         "assert not {'torch', 'transformers', 'zmq', 'buffer', 'trainer'} & set(sys.modules)\n"
-        "assert {m for m in sys.modules if m.startswith('inference.')} == {'inference.scoring'}"
+        "assert {m for m in sys.modules if m.startswith('inference.')} == {'inference.scoring_worker'}"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
