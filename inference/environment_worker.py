@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from async_rl.run.pipes import take_over_pipes
+from async_rl.run.pipes import die_with, take_over_pipes
 from async_rl.tasks.environment import Environment, EnvironmentTask, Said, StepResult
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import Split, instance_of
-from inference.scoring import Ready, die_with
+from inference.scoring_worker import Ready
 
 # --- what crosses the pipe -------------------------------------------------------------------------------------------
 

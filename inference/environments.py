@@ -28,7 +28,8 @@ from async_rl.tasks.rendering import Conversation, decode, following, opening
 from inference.environment_worker import Answer, Ask, Begin, End, Setup, Step
 from inference.episodes import NoRoom, Play
 from inference.rollout import Outcome
-from inference.scoring import MAX_FRAME_BYTES, START_TIMEOUT_S, Ready
+from inference.scoring import MAX_FRAME_BYTES, START_TIMEOUT_S
+from inference.scoring_worker import Ready
 
 LATE_S = 5.0  # beyond an environment's own time-out, in which its worker says so; then it is blocked, and is killed
 

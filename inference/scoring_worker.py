@@ -29,7 +29,7 @@ class Setup(msgspec.Struct, array_like=True):
     """`eval_tasks` are those of sets of evaluation that have a table of their own, by name."""
 
     task: dict[str, Any]
-    eval_tasks: dict[str, dict[str, Any]]
+    eval_tasks: dict[str, dict[str, Any]] = {}
 
 
 class Ready(msgspec.Struct, array_like=True):
