@@ -57,7 +57,7 @@ def write_checkpoint(root: Path, version: int, save: Callable[[Path], None], sta
     values) goes beside it as the learner's. On return it is on disk, and only the newest two valid ones are left. When
     `save` raises nothing has changed. A checkpoint of the same version is replaced."""
     root.mkdir(parents=True, exist_ok=True)
-    _finish_replacing(root)
+    finish_replacing(root)
     for leftover in root.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover)
     partial = root / f"{TEMPORARY}{_name(version)}"
@@ -68,13 +68,12 @@ def write_checkpoint(root: Path, version: int, save: Callable[[Path], None], sta
         (partial / LEARNER).write_bytes(msgspec.json.format(msgspec.json.encode(dict(state))))
         files = {path.name: FileEntry(path.stat().st_size, _sha256(path)) for path in sorted(partial.iterdir())}
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(version, files))))
-        for path in (*partial.iterdir(), partial):
-            _fsync(path)
+        sync(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     final = root / _name(version)
-    _put_in_place(partial, final)
+    put_in_place(partial, final)
     _prune(root, newest=final)
     return final
 
@@ -83,9 +82,9 @@ def find_latest(root: Path) -> Found | None:
     """The newest checkpoint under `root` whose every byte is as it was written, or None when there is none at all.
     Raises CheckpointError when there are some but all are broken."""
     if root.is_dir():
-        _finish_replacing(root)
+        finish_replacing(root)
     skipped: list[str] = []
-    for folder in _folders(root):
+    for folder in checkpoints(root):
         try:
             manifest = check_checkpoint(folder)
             state = msgspec.json.decode((folder / LEARNER).read_bytes(), type=dict[str, Any])
@@ -120,7 +119,7 @@ def check_checkpoint(folder: Path, *, contents: bool = True) -> Manifest:
 
 def oldest_version(root: Path) -> int:
     """Of the oldest checkpoint that is kept. Raises CheckpointError where there is none."""
-    folders = _folders(root)
+    folders = checkpoints(root)
     if not folders:
         raise CheckpointError(f"{root}: no checkpoint")
     return int(folders[-1].name[1:])
@@ -130,13 +129,13 @@ def _name(version: int) -> str:
     return f"v{version:08d}"
 
 
-def _folders(root: Path) -> list[Path]:
+def checkpoints(root: Path) -> list[Path]:
     """Checkpoints, newest first, valid or not."""
     found = [path for path in root.glob("v*") if path.is_dir() and path.name[1:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[1:]), reverse=True)
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path) -> None:
     """Rename, moving a folder of the same name aside first: a directory cannot be renamed over a full one."""
     aside = final.with_name(f"{REPLACED}{final.name}")
     if final.exists():
@@ -147,7 +146,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
         shutil.rmtree(aside)
 
 
-def _finish_replacing(root: Path) -> None:
+def finish_replacing(root: Path) -> None:
     """After a crash between the two renames of a replacement: put the old one back."""
     for aside in root.glob(f"{REPLACED}*"):
         final = root / aside.name.removeprefix(REPLACED)
@@ -161,7 +160,7 @@ def _prune(root: Path, newest: Path) -> None:
     """Keep the newest valid two. Sizes only are compared here, as hashing everything at each checkpoint is dear.
     Whatever is newer than the one just written belongs to a lineage that was given up, and goes too."""
     kept = 1
-    for folder in _folders(root):
+    for folder in checkpoints(root):
         if folder == newest:
             continue
         older = int(folder.name[1:]) < int(newest.name[1:])
@@ -182,6 +181,12 @@ def _is_whole(folder: Path) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(folder: Path) -> None:
+    """Every file of it is on the disk, and the folder that names them."""
+    for path in (*folder.iterdir(), folder):
+        _fsync(path)
 
 
 def _fsync(path: Path) -> None:

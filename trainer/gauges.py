@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from async_rl.run.exporter import Exporter, Histogram, Link, Metric, link_reading
-from async_rl.run.metrics import Record, evals_of
+from async_rl.run.metrics import Record, eval_numbers, eval_sets_of
 
 GAUGES = {
     "step": Metric("gauge", "async_rl_trainer_step", "The last training step, from 0."),
@@ -32,8 +32,15 @@ TOTALS = {
     "dropped": Metric("counter", "async_rl_trainer_dropped_attempts_total", "Attempts drawn and not trained on."),
 }
 STEP_SECONDS = Metric("histogram", "async_rl_trainer_step_seconds", "A step, from one publication to the next.")
-EVAL_REWARD = Metric("gauge", "async_rl_trainer_evaluation_reward", "Mean reward of the last evaluation.")
-EVAL_VERSION = Metric("gauge", "async_rl_trainer_evaluation_version", "The policy version that it was of.")
+EVALS = {
+    "version": Metric("gauge", "async_rl_trainer_evaluation_version", "Of a set's last evaluation.", "set"),
+    "reward": Metric("gauge", "async_rl_trainer_evaluation_reward", "Its mean reward.", "set"),
+    "reward_low": Metric("gauge", "async_rl_trainer_evaluation_reward_low", "Where its 95 % interval begins.", "set"),
+    "reward_high": Metric("gauge", "async_rl_trainer_evaluation_reward_high", "Where its 95 % interval ends.", "set"),
+    "n": Metric("gauge", "async_rl_trainer_evaluation_samples", "Samples that it is of.", "set"),
+    "cancelled": Metric("gauge", "async_rl_trainer_evaluation_cancelled_samples", "Samples that had no time.", "set"),
+}
+PASSES = Metric("gauge", "async_rl_trainer_evaluation_pass_ratio", "pass@k of a set's last evaluation, SET@K.", "pass")
 
 
 class TrainerGauges:
@@ -46,6 +53,7 @@ class TrainerGauges:
         self._links = links
         self._last: dict[Metric, float | None] = {}
         self._totals = dict.fromkeys(TOTALS.values(), 0.0)
+        self._evals: dict[Metric, dict[str, float]] = {}
         self._steps = Histogram()
 
     def write(self, record: Record) -> None:
@@ -54,11 +62,20 @@ class TrainerGauges:
             for key, metric in TOTALS.items():
                 self._totals[metric] += record.get(key) or 0.0
             self._steps.observe(record["step_s"])
-        for evaluation in evals_of([record]):
-            self._last |= {EVAL_REWARD: evaluation["reward"], EVAL_VERSION: evaluation["version"]}
+        for name, evaluations in eval_sets_of([record]).items():
+            self._evaluated(name, evaluations[-1])
         self._exporter.publish(
-            {**self._last, **self._totals, STEP_SECONDS: self._steps.read(), **link_reading(self._links)}
+            {**self._last, **self._evals, **self._totals, STEP_SECONDS: self._steps.read(), **link_reading(self._links)}
         )
+
+    def _evaluated(self, name: str, evaluation: Record) -> None:
+        numbers = eval_numbers(evaluation) | {"version": evaluation["version"]}
+        for key, metric in EVALS.items():
+            if key in numbers:
+                self._evals[metric] = self._evals.get(metric, {}) | {name: numbers[key]}
+        passes = {f"{name}@{k}": each["value"] for k, each in evaluation.get("pass", {}).items()}
+        if known := {label: value for label, value in passes.items() if value is not None}:
+            self._evals[PASSES] = self._evals.get(PASSES, {}) | known
 
     def close(self, failed: bool) -> None:
         """The process serves its last reading until its end."""

@@ -12,6 +12,7 @@ import msgspec
 
 from async_rl.config import model_routes
 from async_rl.errors import AsyncRLError
+from async_rl.eval_config import best_set
 from async_rl.fingerprint import fingerprint, pacing
 from async_rl.run.curve import draw_learning_curve
 from async_rl.run.dial import dial_services
@@ -31,12 +32,10 @@ from async_rl.wire.messages import (
     Confirm,
     Confirmed,
     Draw,
-    EvalRequest,
     EvalResult,
     Final,
     Finish,
     Message,
-    SamplingParams,
     Status,
     StatusRequest,
     Stop,
@@ -46,8 +45,10 @@ from async_rl.wire.messages import (
 from trainer.backend import Backend, StepResult
 from trainer.backends import follow_torchrun, open_backend
 from trainer.batches import TrainingBatch, prepare, whole_draw, with_reference_kl
+from trainer.best import Best
 from trainer.checkpoint import oldest_version, write_checkpoint
 from trainer.dialogue import SLICE_S, Dialogue, Interrupted
+from trainer.evaluating import Evaluating
 from trainer.gauges import TrainerGauges
 from trainer.publish import Published, Publisher
 from trainer.ranks.place import torchrun_place
@@ -88,7 +89,11 @@ class Learner:
         self._samples = samples
         self._started = time.monotonic()
         self._elapsed_before = state.elapsed_s
-        self._evaluating = {request.policy: request for request in state.evaluating}
+        best = Best(
+            context.directory.adapters, best_set(self._config), backend.export_final,
+            [request.policy for request in state.evaluating],
+        )  # fmt: skip
+        self._evaluating = Evaluating(self._config, best, self._publisher, state.evaluating)
         self._fingerprint = fingerprint
         self._routes = model_routes(self._config) if self._config.algorithm.router_replay == "rollout" else None
         self._life = secrets.token_hex(8)
@@ -104,8 +109,7 @@ class Learner:
     def learn(self) -> None:
         """Train to the last step, or until asked to stop. Raises LinkError, AsyncRLError."""
         state, steps = self._state, self._config.run.steps
-        for policy in self._evaluating:
-            self._publisher.pin(policy, True)  # before the store has a reason to let go of it
+        self._evaluating.pin()
         self._talk.introduce()
         self._releases.canary()
         self._publish()
@@ -149,7 +153,7 @@ class Learner:
         AsyncRLError when the checkpoint is of a run of other shards."""
         progress = progress_of(self._state, shard, self._talk.shards)
         me = TrainerReady(self._fingerprint, pacing(self._config), progress, self._life, self._state.version)
-        return [me, *(self._evaluating.values() if shard == 0 else ())]
+        return [me, *(self._evaluating.pending if shard == 0 else ())]
 
     def _take_in_passing(self, message: Message) -> None:
         """What the buffer says whatever the trainer waits for. Raises AsyncRLError when it stops the run."""
@@ -215,32 +219,18 @@ class Learner:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
-        run = self._config.run
-        version = self._state.version
-        if not run.eval_every or (version % run.eval_every and version != run.steps):
-            return
-        sampling = SamplingParams(run.eval_temperature, self._config.inference.max_new_tokens)
-        self._publisher.pin(self._policy, True)
-        request = EvalRequest(self._policy, run.eval_samples, sampling, run.eval_timeout)
-        self._evaluating[self._policy] = request
-        clients_of(self._buffer)[0].send(request)
+        with self._watchdog.working(f"keeps version {self._state.version} until it is evaluated"):
+            self._evaluating.ask(self._policy, clients_of(self._buffer)[0].send)
 
     def _on_eval_result(self, result: EvalResult) -> None:
-        self._publisher.pin(result.policy, False)  # also what a trainer that is gone has pinned
-        if self._evaluating.pop(result.policy, None) is None:
-            return  # of a past that was given up; or reported before the buffer was started again, and once more now
-        outcome = {
-            "version": result.policy.version, "reward": result.mean_reward, "n": result.n, "cancelled": result.cancelled
-        }  # fmt: skip
-        self._metrics.write({"time_s": self._time_s(), "eval": outcome})
-        cancelled = f", {result.cancelled} cancelled" if result.cancelled else ""
-        log.info("evaluation of %s: %.3f (n=%d%s)", result.policy.short(), result.mean_reward, result.n, cancelled)
+        record = self._evaluating.take(result)
+        if record is not None:
+            self._metrics.write({"time_s": self._time_s(), "eval": record})
 
     def _await_evaluations(self) -> None:
-        while self._evaluating:
-            request = next(iter(self._evaluating.values()))
-            timeout = self._config.run.eval_timeout + REPLY_TIMEOUT_S
-            self._talk.receive(EvalResult, timeout, f"the evaluation of {request.policy.short()}", interruptible=True)
+        while self._evaluating.pending:
+            timeout, awaited = self._evaluating.patience_s(REPLY_TIMEOUT_S), self._evaluating.awaited()
+            self._talk.receive(EvalResult, timeout, awaited, interruptible=True)
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
@@ -251,7 +241,7 @@ class Learner:
 
     def _checkpoint(self) -> None:
         self._state.elapsed_s = self._time_s()
-        self._state.evaluating = tuple(self._evaluating.values())
+        self._state.evaluating = self._evaluating.pending
         state = msgspec.to_builtins(self._state, str_keys=True)
         with self._watchdog.working(f"writes the checkpoint of version {self._state.version}"):
             write_checkpoint(self._directory.checkpoints, self._state.version, self._backend.save, state)
@@ -328,7 +318,7 @@ class Learner:
         self._backend.export_final(self._directory.adapters / "final")
         summary = build_summary(
             read_metrics(self._directory.metrics_path), final.status if final else None, self._config,
-            self._time_s(), self._releases.sizes(),
+            self._time_s(), {**self._releases.sizes(), "best": self._evaluating.best.summary()},
         )  # fmt: skip
         self._directory.summary_path.write_text(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode())
         draw_learning_curve(self._directory.metrics_path, self._directory.curve_path, self._config)

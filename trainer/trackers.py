@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from async_rl.config import config_table
+from async_rl.eval_config import DEFAULT_SET
 from async_rl.run.checks import check_trackers
-from async_rl.run.metrics import MetricsWriter, Record, evals_of
+from async_rl.run.metrics import MetricsWriter, Record, eval_numbers, eval_sets_of
 from async_rl.run.process import PoolContext
 
 log = logging.getLogger("trackers")
@@ -158,13 +159,15 @@ class WeightsAndBiases:
 
 def tracked(record: Record) -> Iterator[tuple[int, dict[str, float]]]:
     """What of a record is tracked: (version, numbers by tag). A step's numbers are under train/, those of its tables
-    and lists under their own names; an evaluation's under eval/. What is not finite is left out."""
+    and lists under their own names; an evaluation's under eval/, or eval/NAME/ of a set with
+    a name of its own. What is not finite is left out."""
     if "reward" in record:
         yield int(record["version"]), dict(_step_numbers(record))
-    for evaluation in evals_of([record]):
-        numbers = {f"eval/{key}": float(value) for key, value in evaluation.items() if _is_number(value)}
-        numbers.pop("eval/version")
-        yield int(evaluation["version"]), numbers
+    for name, evaluations in eval_sets_of([record]).items():
+        place = "eval" if name == DEFAULT_SET else f"eval/{name}"
+        for evaluation in evaluations:
+            numbers = {f"{place}/{key}": float(value) for key, value in eval_numbers(evaluation).items()}
+            yield int(evaluation["version"]), {tag: value for tag, value in numbers.items() if _is_number(value)}
 
 
 def _step_numbers(record: Record) -> Iterator[tuple[str, float]]:

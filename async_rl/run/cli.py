@@ -85,6 +85,7 @@ BENCHES = {
 
 MODULES = {
     "export": ("trainer.export", "trainer"),
+    "eval": ("trainer.evaluate", "trainer"),
     "simulate": ("buffer.forecast", "buffer"),
     "plan": ("buffer.plan", "buffer"),
 }
@@ -189,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     # For the list alone: `main` hands these over before anything is parsed.
     commands.add_parser("simulate", help="the real rules under a virtual clock: async-rl simulate CONFIG")
     commands.add_parser("plan", help="how to split machines, and what it will yield: async-rl plan CONFIG")
+    commands.add_parser("eval", help="pass@k and mean@k of a trained policy: async-rl eval DIR|ADAPTER")
     commands.add_parser("export", help="a trained policy as a PEFT folder or a whole model: async-rl export DIR OUT")
     return parser
 

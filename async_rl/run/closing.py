@@ -21,6 +21,7 @@ def closing_words(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
         ("learning curve", directory.curve_path),
         ("metrics", directory.metrics_path),
         ("model" if _is_whole(directory) else "adapter (PEFT)", directory.adapters / "final"),
+        ("best version", directory.adapters / "best"),
     ]
     return "\n".join(
         [
@@ -73,7 +74,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     lines = [
         ("steps", f"{summary['steps']} in {duration(summary['wall_seconds'])}"),
         ("reward", f"{_number(summary['reward']['first'])} → {_number(summary['reward']['last'])} (sampled)"),
-        ("eval", f"{_number(summary['eval']['first'])} → {_number(summary['eval']['last'])}"),
+        *_eval_lines(summary),
         ("staleness", f"max {staleness['max']}, mean {staleness['mean']:.2f}, bound {staleness['bound']}"),
         ("tokens/s", f"rollout {_number(rates['rollout'], ',.0f')}, train {_number(rates['train'], ',.0f')}"),
         ("idle", f"inference {_number(idle['inference'], '.0%')}, trainer {_number(idle['trainer'], '.0%')}"),
@@ -88,6 +89,19 @@ def summary_text(summary: Mapping[str, Any]) -> str:
             ("ledger", f"{balance}: {ledger['issued']:,} issued, {ledger['trained']:,} trained, {dropped:,} dropped")
         )
     return "\n".join(f"{label:<10}{text}" for label, text in lines)
+
+
+def _eval_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One for each set, by name where there are several, and which version was the best."""
+    sets = summary["eval"].get("sets", {})
+    if len(sets) < 2:
+        lines = [("eval", f"{_number(summary['eval']['first'])} → {_number(summary['eval']['last'])}")]
+    else:
+        lines = [
+            ("eval", f"{_number(each['first'])} → {_number(each['last'])} on {name}") for name, each in sets.items()
+        ]
+    best = summary.get("best")
+    return lines + ([("best", f"version {best['version']}, {best['reward']:.3f} on {best['set']}")] if best else [])
 
 
 def resume_words(directory: RunDirectory) -> str:

@@ -6,7 +6,7 @@ Pure functions turn a `Snapshot` into text; `view.RunView` gathers snapshots, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.run.metrics import Record
+from async_rl.run.metrics import Record, set_of
 from async_rl.run.summary import OPEN_STATES, nested_ledger
 from async_rl.wire.messages import NodeStatus, Status
 
@@ -33,7 +33,7 @@ LABEL_WIDTH = 9
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a run at one moment. `status` is None until the buffer answers; `rollout_rate` is in tokens a
-    second over the last seconds, None when unknown."""
+    second over the last seconds, None when unknown; `evals` are of the first set, `more_evals` of each other."""
 
     title: str
     total_steps: int
@@ -41,8 +41,13 @@ class Snapshot:
     elapsed_s: float
     steps: Sequence[Record] = ()
     evals: Sequence[Record] = ()
+    more_evals: Sequence[Sequence[Record]] = ()
     status: Status | None = None
     rollout_rate: float | None = None
+
+    @property
+    def evaluations(self) -> int:
+        return sum(map(len, (self.evals, *self.more_evals)))
 
     @property
     def done(self) -> int:
@@ -100,7 +105,19 @@ def eval_text(evals: Sequence[Record]) -> str:
         return "–"
     last = evals[-1]
     start = f"{float(evals[0]['reward']):.3f} → " if len(evals) > 1 else ""
-    return f"{start}{float(last['reward']):.3f}  (version {last['version']}, {last['n']} samples)"
+    passes = "".join(f", pass@{k} {each['value']:.3f}" for k, each in _passes(last))
+    return f"{start}{float(last['reward']):.3f}{passes}  (version {last['version']}, {last['n']} samples)"
+
+
+def _passes(evaluation: Record) -> Iterator[tuple[str, Record]]:
+    """pass@k beyond the first, which is much like the mean."""
+    return ((k, each) for k, each in evaluation.get("pass", {}).items() if k != "1" and each["value"] is not None)
+
+
+def sets_text(snapshot: Snapshot) -> str:
+    """A line for each set; with its name, where there are several."""
+    sets = [snapshot.evals, *snapshot.more_evals]
+    return "\n".join(f"{set_of(evals[0])}: {eval_text(evals)}" if len(sets) > 1 else eval_text(evals) for evals in sets)
 
 
 def staleness_text(steps: Sequence[Record], bound: int) -> str:
@@ -136,8 +153,9 @@ def plain_line(snapshot: Snapshot) -> str:
         reward = snapshot.steps[-1]["reward"]
         parts.append(f"reward {reward:.3f}" if reward is not None else "reward –")
     if snapshot.evals:
-        last = snapshot.evals[-1]
-        parts.append(f"eval {float(last['reward']):.3f} at version {last['version']}")
+        for last in (evals[-1] for evals in (snapshot.evals, *snapshot.more_evals)):
+            name = "eval" if not snapshot.more_evals else f"eval {set_of(last)}"
+            parts.append(f"{name} {float(last['reward']):.3f} at version {last['version']}")
     if snapshot.steps:
         parts.append(f"staleness {staleness_text(snapshot.steps, snapshot.bound)}")
         parts.append(f"tokens/s {rates_text(snapshot)}")
@@ -164,7 +182,7 @@ def live_panel(snapshot: Snapshot) -> RenderableType:
     rows.add_column(overflow="fold")
     rows.add_row("steps", _progress(snapshot))
     rows.add_row("reward", Text(reward_text(snapshot.steps), style="green"))
-    rows.add_row("eval", eval_text(snapshot.evals))
+    rows.add_row("eval", sets_text(snapshot))
     rows.add_row("staleness", staleness_text(snapshot.steps, snapshot.bound))
     rows.add_row("tokens/s", rates_text(snapshot))
     status = snapshot.status
@@ -233,7 +251,7 @@ class PlainDisplay:
 
     def update(self, snapshot: Snapshot) -> None:
         if self._is_due(snapshot):
-            self._shown = (snapshot.done, len(snapshot.evals))
+            self._shown = (snapshot.done, snapshot.evaluations)
             self._last = self._clock()
             self.say(plain_line(snapshot))
 
@@ -246,7 +264,7 @@ class PlainDisplay:
     def _is_due(self, snapshot: Snapshot) -> bool:
         steps, evals = self._shown
         quiet = self._clock() - self._last
-        if quiet >= PLAIN_QUIET or len(snapshot.evals) > evals:
+        if quiet >= PLAIN_QUIET or snapshot.evaluations > evals:
             return True
         if snapshot.done == steps:
             return False

@@ -51,13 +51,19 @@ class ConfigFolder(Protocol):
         """Where a process finds the config that it is started with."""
 
 
-def run_all(config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console) -> int:
-    """Every pool of a run, with a live display, to its end. Raises AsyncRLError when it fails."""
+def run_all(
+    config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console, *, closing: bool = True
+) -> int:
+    """Every pool of a run, with a live display, to its end, and the words about it if `closing`. Raises AsyncRLError
+    when it fails."""
     groups = node_groups(config.inference)
     _check_pools(config, groups)
     config = with_keys(config, *DIALLING, services=True)
     with open_ground(config) as ground:
-        return _run_on(ground, ground.prepare(config), out, resume, flags, console)
+        code, directory = _run_on(ground, ground.prepare(config), out, resume, flags, console)
+    if code == 0 and closing:
+        _print_closing(directory, console)
+    return code
 
 
 def _check_pools(config: Config, groups: Sequence[NodeGroup]) -> None:
@@ -76,7 +82,7 @@ def _check_pools(config: Config, groups: Sequence[NodeGroup]) -> None:
 
 def _run_on(
     ground: Ground, config: Config, out: Path | None, resume: bool, flags: Sequence[str], console: Console
-) -> int:
+) -> tuple[int, RunDirectory]:
     groups = node_groups(config.inference)
     directory = _resumed(out, config) if resume else RunDirectory.create(out, config)
     try:
@@ -109,9 +115,7 @@ def _run_on(
         console.print(how, highlight=False, markup=False, soft_wrap=True)
     for loss in outcome.lost:
         console.print(f"{loss} (the run went on without it)", highlight=False, markup=False, soft_wrap=True)
-    if outcome.code == 0:
-        _print_closing(directory, console)
-    return outcome.code
+    return outcome.code, directory
 
 
 def run_services(config: Config, out: Path | None, flags: Sequence[str], console: Console) -> int:

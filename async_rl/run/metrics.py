@@ -3,8 +3,10 @@
 A step's keys: step (from 0), version (that it made: step + 1), digest (of the policy that it published), data (a digest
 of what it trained on), time_s (since the trainer began), reward (mean over
 the batch's attempts), staleness_max, staleness_mean (versions), tokens (trained), train_tokens_per_s, draw_wait_s,
-train_s, step_s, loss, k3, ess, and whatever else the loss reports. An evaluation is an object {version, reward, n}
-under the key "eval" (several in a list under "evals" as well), in a step's line or in a line of its own.
+train_s, step_s, loss, k3, ess, and whatever else the loss reports. An evaluation is an object under the key "eval"
+(several in a list under "evals" as well), in a step's line or in a line of its own: version, set (its name), reward
+(mean@k over instances), interval (95 %), n (samples that it is of), instances, samples (of each), cancelled, and pass:
+by k, {value, interval, n (instances)}.
 """
 
 from __future__ import annotations
@@ -93,15 +95,37 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def evals_of(records: Iterable[Record]) -> list[Record]:
-    """The evaluations {version, reward, n} that have a reward (of one with n = 0 there is none), by version; of two at
-    one version the later counts."""
-    found = {}
+def eval_sets_of(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The evaluations that have a reward (of one with n = 0 there is none), of each set by version; of two at one
+    version the later counts. The set that came first is the first of them."""
+    found: dict[str, dict[int, Record]] = {}
     for record in records:
         for item in record.get("evals") or ([record["eval"]] if record.get("eval") else []):
             if item["reward"] is not None:
-                found[int(item["version"])] = item
-    return [found[version] for version in sorted(found)]
+                found.setdefault(set_of(item), {})[int(item["version"])] = item
+    return {name: [by_version[version] for version in sorted(by_version)] for name, by_version in found.items()}
+
+
+def evals_of(records: Iterable[Record]) -> list[Record]:
+    """The evaluations of the first set alone."""
+    return next(iter(eval_sets_of(records).values()), [])
+
+
+def set_of(evaluation: Record) -> str:
+    """The set's name; of a run from before there were several, the one that there was."""
+    return str(evaluation.get("set", "eval"))
+
+
+def eval_numbers(evaluation: Record) -> dict[str, float]:
+    """An evaluation as flat numbers by name: reward, reward_low, reward_high, n, …, pass@4, pass@4_low, pass@4_high."""
+    numbers = {key: value for key, value in evaluation.items() if isinstance(value, int | float) and key != "version"}
+    means = {"reward": evaluation, **{f"pass@{k}": each for k, each in evaluation.get("pass", {}).items()}}
+    for name, each in means.items():
+        if name != "reward" and each["value"] is not None:
+            numbers[name] = each["value"]
+        if interval := each.get("interval"):
+            numbers[f"{name}_low"], numbers[f"{name}_high"] = interval
+    return numbers
 
 
 def _parse(text: bytes, path: Path, line: int) -> Record:

@@ -8,7 +8,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.run.lengths import added, length_bias, waste
-from async_rl.run.metrics import Record, evals_of, steps_of
+from async_rl.run.metrics import Record, eval_numbers, eval_sets_of, steps_of
 from async_rl.run.parity import parity_of
 from async_rl.wire.messages import NodeStatus, Status
 
@@ -35,7 +35,8 @@ def build_summary(
     """
     records = list(metrics)
     steps = steps_of(records)
-    evals = evals_of(records)
+    sets = eval_sets_of(records)
+    evals = next(iter(sets.values()), [])
     rewards = [float(step["reward"]) for step in steps if step["reward"] is not None]
     ledger = nested_ledger(status.ledger) if status else None
     nodes = status.nodes if status else ()
@@ -50,7 +51,9 @@ def build_summary(
             "last": evals[-1]["reward"] if evals else None,
             "last_version": evals[-1]["version"] if evals else None,
             "samples": evals[-1]["n"] if evals else None,
+            "sets": {name: _set_summary(items) for name, items in sets.items()},
         },
+        "best": None,
         "staleness": {
             "max": max((int(step["staleness_max"]) for step in steps), default=0),
             "mean": _weighted_mean(steps, "staleness_mean", "tokens"),
@@ -78,6 +81,12 @@ def build_summary(
     }
     summary.update(extra or {})
     return summary
+
+
+def _set_summary(evals: Sequence[Record]) -> Record:
+    """Of one set: its first mean, and all that is known of the last."""
+    last = evals[-1]
+    return {"first": evals[0]["reward"], "last": last["reward"], "last_version": last["version"], **eval_numbers(last)}
 
 
 def _what_stale_data_cost(steps: Sequence[Record], status: Status | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
 from async_rl.run.display import Snapshot
-from async_rl.run.metrics import MetricsTail, Record, evals_of, steps_of
+from async_rl.run.metrics import MetricsTail, Record, eval_sets_of, steps_of
 from async_rl.shards import whole_status
 from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client
@@ -131,7 +131,7 @@ class RunView:
         self._tail = MetricsTail(directory.metrics_path)
         self._records: list[Record] = []
         self._steps: list[Record] = []
-        self._evals: list[Record] = []
+        self._evals: dict[str, list[Record]] = {}
         self._feed = StatusFeed(directory)
         self._start = time.monotonic()
 
@@ -139,14 +139,15 @@ class RunView:
         new = self._tail.read()
         if new:
             self._records += new
-            self._steps, self._evals = steps_of(self._records), evals_of(self._records)
+            self._steps, self._evals = steps_of(self._records), eval_sets_of(self._records)
         return Snapshot(
             title=self._title,
             total_steps=self._config.run.steps,
             bound=self._config.buffer.max_staleness,
             elapsed_s=time.monotonic() - self._start,
             steps=self._steps,
-            evals=self._evals,
+            evals=next(iter(self._evals.values()), []),
+            more_evals=list(self._evals.values())[1:],
             status=self._feed.latest,
             rollout_rate=self._feed.rollout_rate,
         )

@@ -220,6 +220,17 @@ def test_a_package_that_is_missing_is_one_error_with_the_command_that_installs_i
         open_trackers(context, 0)
 
 
+def test_each_set_of_evaluation_is_tracked_under_its_name_with_its_intervals() -> None:
+    hard = {"set": "hard", "version": 4, "reward": 0.2, "interval": [0.1, 0.4], "n": 4, "pass": {
+        "2": {"value": 0.3, "interval": [0.2, 0.5], "n": 2}, "8": {"value": None, "interval": None, "n": 0}}}
+    ((version, numbers),) = tracked({"eval": hard})
+    assert version == 4
+    assert numbers == {
+        "eval/hard/reward": 0.2, "eval/hard/reward_low": 0.1, "eval/hard/reward_high": 0.4, "eval/hard/n": 4,
+        "eval/hard/pass@2": 0.3, "eval/hard/pass@2_low": 0.2, "eval/hard/pass@2_high": 0.5,
+    }  # fmt: skip
+
+
 def test_evaluations_in_a_steps_own_line_are_tracked_too() -> None:
     record = {**STEP, "evals": [{"version": 2, "reward": 0.1, "n": 4}, {"version": 4, "reward": 0.2, "n": 4}]}
     assert [(version, numbers.get("eval/reward")) for version, numbers in tracked(record)] == [

@@ -24,13 +24,22 @@ def test_gauges_are_of_the_last_step_and_counters_of_all(tmp_path: Path) -> None
     exporter = Exporter()
     gauges = TrainerGauges(exporter, {"buffer": End()})
     with exporter.serve(tmp_path, "trainer", {}):
-        for record in (step(1, 0.3), {"pools": {}}, step(2, 4.0), {"eval": {"version": 1, "reward": 0.7, "n": 8}}):
+        hard = {"set": "hard", "version": 2, "reward": 0.4, "interval": [0.3, 0.5], "n": 16, "cancelled": 1,
+                "pass": {"1": {"value": 0.2}, "4": {"value": None}}}  # fmt: skip
+        old = {"version": 1, "reward": 0.7, "n": 8}
+        for record in (step(1, 0.3), {"pools": {}}, step(2, 4.0), {"eval": old}, {"eval": hard}):
             gauges.write(record)
         samples = scrape(targets(tmp_path)["trainer"]["address"])
     assert samples["async_rl_trainer_version"] == 2
     assert samples["async_rl_trainer_reward"] == pytest.approx(0.2)
-    assert samples["async_rl_trainer_evaluation_reward"] == 0.7
-    assert samples["async_rl_trainer_evaluation_version"] == 1
+    evaluation = {name.removeprefix("async_rl_trainer_evaluation_"): value for name, value in samples.items()}
+    expected = {
+        'reward{set="eval"}': 0.7, 'version{set="eval"}': 1, 'samples{set="eval"}': 8, 'reward{set="hard"}': 0.4,
+        'version{set="hard"}': 2, 'reward_low{set="hard"}': 0.3, 'cancelled_samples{set="hard"}': 1,
+        'pass_ratio{pass="hard@1"}': 0.2,
+    }  # fmt: skip
+    assert expected.items() <= evaluation.items()
+    assert 'pass_ratio{pass="hard@4"}' not in evaluation
     assert samples["async_rl_trainer_draw_wait_seconds_total"] == 4.0
     assert samples["async_rl_trainer_step_seconds_count"] == 2
     assert samples["async_rl_trainer_step_seconds_sum"] == pytest.approx(4.3)

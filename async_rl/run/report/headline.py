@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from async_rl.run.metrics import Record
+from async_rl.eval_stats import Interval, wilson
+from async_rl.run.metrics import Record, set_of
 from async_rl.run.report.run_data import RunData
 
 CLEARLY = 0.1  # shares of idle time that differ by less are called equal
 BUSY = 0.15  # a pool that is idle for less is busy all the time, for a person
-Z95 = 1.959964  # of the normal distribution: 95 % lie within ± this many standard deviations
 NONE = "–"
 
 
@@ -24,20 +23,6 @@ class Tile(NamedTuple):
     mark: str = ""
 
 
-class Interval(NamedTuple):
-    low: float
-    high: float
-
-
-def wilson(share: float, n: int) -> Interval:
-    """The 95 % score interval of a rate seen in n samples (Wilson 1927). Of rewards anywhere in [0, 1] it is on the
-    wide side: no such variable varies more than one that is 0 or 1 with the same mean."""
-    square = Z95 * Z95
-    middle = (share + square / (2 * n)) / (1 + square / n)
-    half = Z95 / (1 + square / n) * math.sqrt(share * (1 - share) / n + square / (4 * n * n))
-    return Interval(max(0.0, middle - half), min(1.0, middle + half))
-
-
 def are_rates(run: RunData) -> bool:
     """Whether every reward that is known is in [0, 1], so that an interval of a rate fits."""
     known = [record.get("reward") for record in (*run.steps, *run.evals, *run.samples)]
@@ -45,6 +30,9 @@ def are_rates(run: RunData) -> bool:
 
 
 def eval_interval(item: Record, rates: bool) -> Interval | None:
+    """As it was recorded; of runs from before it was, that of a rate."""
+    if found := item.get("interval"):
+        return Interval(*found)
     n = int(item.get("n") or 0)
     return wilson(float(item["reward"]), n) if rates and n else None
 
@@ -112,7 +100,9 @@ def _eval_tile(run: RunData) -> Tile:
     first, last = run.evals[0], run.evals[-1]
     rates = are_rates(run)
     interval = eval_interval(last, rates)
-    note = f"n = {last.get('n', NONE)}" + (f", 95 %: {interval.low:.3f} to {interval.high:.3f}" if interval else "")
+    several = f"{set_of(last)}, of {len(run.eval_sets)} sets; " if len(run.eval_sets) > 1 else ""
+    note = f"{several}n = {last.get('n', NONE)}"
+    note += f", 95 %: {interval.low:.3f} to {interval.high:.3f}" if interval else ""
     if len(run.evals) == 1:
         return Tile("Evaluation", number(last["reward"]), f"version {last['version']}, {note}")
     return Tile("Evaluation", _from_to(first["reward"], last["reward"]), note)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from async_rl.run.curve import SMOOTHING, smooth
 from async_rl.run.metrics import Record
+from async_rl.run.report.eval_section import colours, error_bars
 from async_rl.run.report.headline import are_rates, eval_interval
 from async_rl.run.report.plot import (
     BOUND,
     BUFFER,
-    EVAL,
     INFERENCE,
     INK,
     MUTED,
@@ -24,6 +24,7 @@ from async_rl.run.report.plot import (
     places,
     rounded,
     share_of,
+    text,
     values,
     version_axis,
 )
@@ -46,35 +47,31 @@ def reward_plot(run: RunData) -> Plot:
             line(x, [by_version[version] for version in x], f"sampled, mean of {SMOOTHING}", INK, line={"width": 2.5}),
         ]
     rates = are_rates(run)
-    if run.evals:
-        data.append(_eval_trace(run.evals, rates))
+    shown = colours(run)
+    for name, colour in shown.items():
+        label = "evaluation" if len(shown) == 1 else f"evaluation: {name}"
+        data.append(_eval_trace(run.eval_sets[name], rates, text(label), colour))
     words = "Sampled reward is what training saw, at sampling temperature."
     if run.evals:
-        words += f" Evaluation is on instances held out, at temperature {run.config['run']['eval_temperature']:g}"
-        words += ", with 95 % Wilson intervals." if rates else "; no intervals, as rewards are not rates in [0, 1]."
+        words += " Evaluation is on instances held out"
+        words += "" if run.config["run"]["eval"] else f", at temperature {run.config['run']['eval_temperature']:g}"
+        words += ", with 95 % intervals." if _have_intervals(run, rates) else "; no intervals: rewards are no rates."
     y = axis("reward", **({"rangemode": "tozero"} if rates else {}))
     return Plot("reward", "Reward", words, data, layout(xaxis=version_axis(), yaxis=y), 380, wide=True)
 
 
-def _eval_trace(evals: list[Record], rates: bool) -> Trace:
+def _have_intervals(run: RunData, rates: bool) -> bool:
+    return all(eval_interval(item, rates) for items in run.eval_sets.values() for item in items)
+
+
+def _eval_trace(evals: list[Record], rates: bool, name: str, colour: str) -> Trace:
     rewards = [float(item["reward"]) for item in evals]
     intervals = [eval_interval(item, rates) for item in evals]
     notes = [f"n = {item.get('n', '–')}" for item in evals]
-    trace = line([int(item["version"]) for item in evals], rounded(rewards), "evaluation", EVAL)
-    trace |= {"mode": "lines+markers", "marker": {"size": 9, "color": EVAL}, "cliponaxis": False, "text": notes,
+    trace = line([int(item["version"]) for item in evals], rounded(rewards), name, colour)
+    trace |= {"mode": "lines+markers", "marker": {"size": 9, "color": colour}, "cliponaxis": False, "text": notes,
               "hovertemplate": "%{y:.3f} (%{text})"}  # fmt: skip
-    if all(interval is not None for interval in intervals):
-        pairs = [(interval, reward) for interval, reward in zip(intervals, rewards, strict=True) if interval]
-        trace["error_y"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": rounded([interval.high - reward for interval, reward in pairs]),
-            "arrayminus": rounded([reward - interval.low for interval, reward in pairs]),
-            "color": EVAL,
-            "thickness": 1.5,
-            "width": 5,
-        }
-    return trace
+    return trace | error_bars(rewards, intervals, colour)
 
 
 def length_plot(run: RunData) -> Plot:

@@ -17,6 +17,7 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.display import duration
 from async_rl.run.report import learning_plots, pool_plots
 from async_rl.run.report.control_plots import control_plots
+from async_rl.run.report.eval_section import is_worth_it, pass_plot, sets_html
 from async_rl.run.report.headline import tiles, what_limited
 from async_rl.run.report.page_parts import SCRIPT, STYLE
 from async_rl.run.report.plot import Plot
@@ -53,6 +54,7 @@ def render(run: RunData, plotly_js: str, decoder: Decoder, now: datetime) -> str
     """The whole page. Everything that came from files is escaped."""
     line = timeline(run.steps, run.pools, run.seconds)
     learned = [learning_plots.reward_plot(run), learning_plots.length_plot(run), learning_plots.optimiser_plot(run)]
+    held_out = [pass_plot(run)] if is_worth_it(run) else []
     aged = [learning_plots.staleness_plot(run), learning_plots.age_split_plot(run)]
     corrected = [learning_plots.ratio_plot(run), learning_plots.age_health_plot(run)]
     controlled = control_plots(run)
@@ -61,6 +63,7 @@ def render(run: RunData, plotly_js: str, decoder: Decoder, now: datetime) -> str
     account = [pool_plots.buffer_plot(run, line)]
     body = f"""
 {_section("Did it learn?", learned)}
+{_section("How does it do on each set?", held_out, beside=sets_html(run)) if held_out else ""}
 {_section("How old was the data?", aged)}
 {_section("Was the correction healthy?", corrected)}
 {_section("How far did a step go?", controlled) if controlled else ""}
@@ -74,9 +77,8 @@ log-probability.</p>
 {trajectories_html(run, decoder)}</section>
 <section><h2>Configuration</h2>
 {config_html(run)}</section>"""
-    drawn = [
-        plot for plots in (learned, aged, corrected, controlled, pools, spent, account) for plot in plots if plot.data
-    ]
+    sections = (learned, held_out, aged, corrected, controlled, pools, spent, account)
+    drawn = [plot for plots in sections for plot in plots if plot.data]
     return _document(run, body, drawn, plotly_js, now)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from async_rl.config import BufferConfig, Config, RunConfig
 from async_rl.errors import AsyncRLError
 from async_rl.run.directory import RunDirectory
-from async_rl.run.metrics import Record, evals_of, read_metrics, steps_of
+from async_rl.run.metrics import Record, eval_sets_of, read_metrics, steps_of
 from async_rl.run.summary import build_summary
 from async_rl.wire.messages import NodeStatus, Status
 
@@ -25,12 +25,14 @@ State = Literal["finished", "running", "stopped"]
 class RunData:
     """A run as far as it has come. `config` is its config.toml with the defaults filled in, as plain values: a report
     of an older run must not fail for a key that has gone since. `summary` has the keys of summary.json, taken from the
-    records when the run has not written it. `pools` are the lines of the buffer's view, in order of their time."""
+    records when the run has not written it. `eval_sets` has the evaluations by set, `evals` those of the first.
+    `pools` are the lines of the buffer's view, in order of their time."""
 
     path: Path
     config: dict[str, Any]
     steps: list[Record]
     evals: list[Record]
+    eval_sets: dict[str, list[Record]]
     pools: list[Record]
     samples: list[Record]
     summary: Record
@@ -54,7 +56,11 @@ def read_run(directory: RunDirectory) -> RunData:
     version = int(steps[-1]["version"]) if steps else 0
     # What was recorded after the checkpoint that a run went on from is no part of its history, until it is made again.
     # An evaluation of which every sample was cancelled has no reward.
-    evals = [item for item in evals_of(records) if int(item["version"]) <= version and item.get("reward") is not None]
+    sets = {
+        name: kept
+        for name, items in eval_sets_of(records).items()
+        if (kept := [item for item in items if int(item["version"]) <= version])
+    }
     pools = pools_of(records)
     seconds = max((float(record.get("time_s") or 0) for record in (*steps, *pools)), default=0.0)
     summary = _read_summary(directory.summary_path, steps)
@@ -67,7 +73,8 @@ def read_run(directory: RunDirectory) -> RunData:
         path=directory.path,
         config=config,
         steps=steps,
-        evals=evals,
+        evals=next(iter(sets.values()), []),
+        eval_sets=sets,
         pools=pools,
         samples=read_metrics(directory.samples_path),
         summary=summary or summary_so_far(records, pools, config, seconds),

@@ -52,7 +52,7 @@ def ledger_html(run: RunData) -> str:
     )
     return (
         f'<h3>Ledger</h3><p><b>{verdict}:</b> {issued:,} issued = {identity}.</p>'
-        f"{_table(('attempts', 'number', 'share', 'meaning'), rows, numeric=(1, 2))}{notes}"
+        f"{table(('attempts', 'number', 'share', 'meaning'), rows, numeric=(1, 2))}{notes}"
     )  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def config_html(run: RunData) -> str:
     for key, value in _flat(run.config):
         row = (key, _value(value), _value(defaults[key]) if key in defaults else "–")
         (same if key in defaults and defaults[key] == value else changed).append(row)
-    rest = _table(("key", "value"), [row[:2] for row in same])
+    rest = table(("key", "value"), [row[:2] for row in same])
     return (
-        f"{_table(('key', 'value', 'default'), changed)}"
+        f"{table(('key', 'value', 'default'), changed)}"
         f"<details><summary>{len(same)} keys with their default</summary>{rest}</details>"
     )
 
@@ -108,7 +108,7 @@ def _breakable(cell: str) -> str:
     return re.sub(r"([./_])(?=[A-Za-z])", r"\1<wbr>", html.escape(cell))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> str:
     """In a box of its own that scrolls, so that a phone's page does not."""
 
     def cells(tag: str, row: Sequence[str]) -> str:

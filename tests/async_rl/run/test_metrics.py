@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.run.metrics import MetricsError, MetricsTail, MetricsWriter, evals_of, read_metrics, steps_of
+from async_rl.run.metrics import (
+    MetricsError,
+    MetricsTail,
+    MetricsWriter,
+    eval_sets_of,
+    evals_of,
+    read_metrics,
+    steps_of,
+)
 
 
 def test_what_is_written_is_read_at_once(tmp_path: Path) -> None:
@@ -73,3 +81,12 @@ def test_evaluations_are_found_in_steps_and_in_lines_of_their_own_once_each() ->
     ]
     assert [(item["version"], item["reward"]) for item in evals_of(records)] == [(0, 0.3), (1, 0.4), (2, 0.5), (3, 0.6)]
     assert [step["step"] for step in steps_of(records)] == [0, 1]
+
+
+def test_evaluations_are_kept_apart_by_set_and_the_first_one_is_that_of_the_whole() -> None:
+    records = [{"eval": {"set": name, "version": version, "reward": version / 10}} for name, version in
+               (("easy", 2), ("hard", 0), ("easy", 0), ("hard", 2))]  # fmt: skip
+    sets = eval_sets_of(records)
+    versions = {name: [item["version"] for item in items] for name, items in sets.items()}
+    assert versions == {"easy": [0, 2], "hard": [0, 2]}
+    assert evals_of(records) == sets["easy"]
