@@ -108,11 +108,13 @@ class Play:
         prompt: Sequence[int] | npt.NDArray[np.int32],
         reasons: Sequence[int] | npt.NDArray[np.uint8] | None = None,
         max_new_tokens: int | None = None,
+        until: Callable[[Completion], Completion] = lambda completion: completion,
     ) -> tuple[Completion, Place]:
         """What the model says after `prompt`, recorded: its tokens with log-probabilities and versions, and where they
         stand in the transcript (to be rewarded). Temperature and top_p are the lease's, as every token's
         log-probability must be of the distribution that the run samples from; so is the seed, with the number of the
-        call. `reasons`: why each token of the prompt does not train (Transcript.sampled).
+        call. `reasons`: why each token of the prompt does not train (Transcript.sampled). `until` may give back less of
+        it, from the start, where what stands there already says that it ends: the rest is as if it was never sampled.
 
         Raises NoRoom when a limit of length leaves no token, SampleFailed when the engine has no answer."""
         ids = np.asarray(prompt, dtype=np.int32)
@@ -130,6 +132,7 @@ class Play:
             self._under_way -= reserved
         if completion.finish == "abort" or not len(completion.tokens):
             raise SampleFailed("the engine aborted a call of it")
+        completion = until(completion)
         place = self.transcript.sampled(ids, completion, None if reasons is None else np.asarray(reasons, np.uint8))
         return completion, place
 

@@ -25,6 +25,7 @@ KINDS = {
     "dataset": "async_rl.data.task:DatasetTask",
     "calculator": "async_rl.tasks.calculator:Calculator",
     "tools": "async_rl.tasks.with_tools:WithTools",
+    "agent": "async_rl.tasks.agent:Agent",
 }
 
 

@@ -34,6 +34,7 @@ HARMLESS = {
     ("inference/bench_push_receiver.py", "pipe.recv_bytes()"): "it dies with the benchmark, which waits with a limit",
     ("inference/bench_push_receiver.py", "self._socket.recv_into(into[received:])"): "the socket has a time-out",
     ("inference/bench_flips_house.py", "self._pipe.recv_bytes()"): "poll with a limit found something in it",
+    ("inference/agent_process.py", "process.wait()"): "asyncio's, within a wait that has a limit",
     ("inference/orphan_guard.py", "parent.join()"): "a daemon's only work: to wait for its parent's end",
     ("inference/sglang_engine.py", "self._open.wait()"): "weights are changed, by questions that have limits",
     ("inference/environment_worker.py", "ended.wait()"): "a child's only work: what it is asked, until the input ends",

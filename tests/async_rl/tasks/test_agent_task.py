@@ -1,0 +1,43 @@
+"""The task of an agent is another task's, played by a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_rl.schema import ConfigError
+from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
+from async_rl.tasks.registry import load_task
+
+TABLE: dict[str, Any] = {"kind": "agent", "command": ["python", "a.py"], "of": {"kind": "digit_sort", "digits": 5}}
+
+
+def test_instances_and_scores_are_those_of_the_task_that_it_works_on() -> None:
+    task, of = load_task(TABLE), DigitSort(DigitSortConfig(digits=5))
+    for split in ("train", "eval"):
+        assert task.size(split) == of.size(split)
+        assert task.instance(split, 7) == of.instance(split, 7)
+    instance = of.instance("train", 7)
+    assert task.score(instance, str(instance.answer)) == of.score(instance, str(instance.answer))
+
+
+def test_or_the_scores_of_reward_tables() -> None:
+    task = load_task(TABLE | {"reward": [{"kind": "format", "pattern": "x", "weight": 0.5}]})
+    assert task.score(task.instance("train", 7), "xyz") == (0.5, {"format": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"command": []}, "command"),
+        ({"of": {"kind": "agent"}}, "the task that the agent works on"),
+        ({"of": {"kind": "digit_sorting"}}, "digit_sort"),
+        ({"scored": "agent", "reward": [{"kind": "format", "pattern": "x"}]}, "remove the"),
+        ({"scored": "stderr"}, "scored"),
+        ({"comand": ["a"]}, "command"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_task(TABLE | changes)
