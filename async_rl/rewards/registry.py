@@ -29,6 +29,7 @@ KINDS = {
     "numeric": "async_rl.rewards.matching:Numeric",
     "format": "async_rl.rewards.matching:Format",
     "math": "async_rl.rewards.mathematics:Mathematics",
+    "code": "async_rl.rewards.code:Code",
     "python": "async_rl.rewards.python_function:PythonFunction",
     "http": "async_rl.rewards.service:Service",
     "judge": "async_rl.rewards.judge:Judge",

@@ -6,6 +6,6 @@ missing.
 
 from async_rl.sandbox.box import Sandbox, ToolResult, Verdict, run_python
 from async_rl.sandbox.cell import SandboxError
-from async_rl.sandbox.limits import Limits
+from async_rl.sandbox.limits import DEFAULT, Limits
 
-__all__ = ["Limits", "Sandbox", "SandboxError", "ToolResult", "Verdict", "run_python"]
+__all__ = ["DEFAULT", "Limits", "Sandbox", "SandboxError", "ToolResult", "Verdict", "run_python"]

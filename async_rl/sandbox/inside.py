@@ -1,9 +1,6 @@
-"""What runs in a cell once its walls are up (`async_rl.sandbox.warden`), by kind.
-
-    script     one program: its output and its end are all there is to it
-    program    one under test: defines its functions, then answers calls
-    judge      its tests, in a cell of their own (`async_rl.sandbox.judging`)
-"""
+"""What runs in a cell once its walls are up (`async_rl.sandbox.warden`), by kind: a script, of which
+its output and its end are all there is; a program under test, which defines its functions and then answers calls; or
+its tests, in a cell of their own (`async_rl.sandbox.judging`)."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from async_rl.sandbox.values import decode, encode
 
 CHANNEL, VERDICT = 3, 4  # its files: to the program, and to whoever wants to know
 MOST_NOTE = 300  # characters
+CLAIMS = ("syntax", "undefined", "result", "exit", "memory", "forbidden", "processes", "disk", "files")
 
 
 class Gone(BaseException):
@@ -58,7 +59,7 @@ class Judge:
             kind = getattr(builtins, str(reply["raise"]), None)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 self._end(reply)  # SystemExit and the like: a program that wants to end has ended
-            raise rebuilt(kind, str(reply.get("text", "")), str(reply.get("why", "error")))
+            raise rebuilt(kind, str(reply.get("text", "")), why_of(reply))
         try:
             value = decode(reply["value"])
             if reply.get("args") is not None:
@@ -70,8 +71,10 @@ class Judge:
 
     def _end(self, reply: dict[str, Any]) -> NoReturn:
         """Of what the program could not go on."""
-        why = str(reply.get("why", "result"))
-        self.why, self.note = self.why or why, self.note or f"{reply.get('raise')}: {reply.get('text')}"[:MOST_NOTE]
+        if "raise" not in reply:
+            self._refuse("neither ready nor an exception")
+        self.why = self.why or why_of(reply)
+        self.note = self.note or f"{reply['raise']}: {reply.get('text')}"[:MOST_NOTE]
         raise Gone
 
     def _receive(self) -> dict[str, Any]:
@@ -106,6 +109,11 @@ class Judge:
         if not self.why:
             self.why = "wrong" if isinstance(error, AssertionError) else getattr(error, "why", "error")
             self.note = f"{type(error).__name__}: {error}"[:MOST_NOTE]
+
+
+def why_of(reply: dict[str, Any]) -> str:
+    """A program says itself why it failed, but in no words of its own."""
+    return reply["why"] if reply.get("why") in CLAIMS else "error"
 
 
 def rebuilt(kind: type[Exception], text: str, why: str) -> Exception:

@@ -9,7 +9,7 @@ class Limits(NamedTuple):
     """All of them hold for a cell, which is one program and whatever it starts; `cpu_s` and `memory_mb` for each of
     its processes, so that together they may use `processes` times as much."""
 
-    wall_s: float = 8.0
+    wall_s: float = 12.0
     cpu_s: int = 4
     memory_mb: int = 256
     """Address space; a bare interpreter has some 30 MB of it."""

@@ -26,6 +26,7 @@ KINDS = {
     "calculator": "async_rl.tasks.calculator:Calculator",
     "tools": "async_rl.tasks.with_tools:WithTools",
     "agent": "async_rl.tasks.agent:Agent",
+    "human_eval": "async_rl.tasks.human_eval:HumanEval",
 }
 
 
