@@ -155,6 +155,8 @@ class Scenario(NamedTuple):
     """The trainer waits so long for one batch; then the run is stuck, and ends with who waited for whom."""
     eval_every: int = 0
     eval_n: int = 0
+    eval_samples: int = 1
+    eval_sets: int = 1
     eval_timeout_s: float = 30.0
 
 

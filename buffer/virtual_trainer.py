@@ -118,7 +118,11 @@ class VirtualTrainer:
         self._world.announce(policy.version)
         scenario = self._scenario
         if scenario.eval_every and policy.version % scenario.eval_every == 0:
-            self._world.apply(EvalRequested(policy, scenario.eval_n, SamplingParams(0.0, 64), scenario.eval_timeout_s))
+            for number in range(scenario.eval_sets):
+                self._world.apply(EvalRequested(
+                    policy, scenario.eval_n, SamplingParams(0.0, 64), scenario.eval_timeout_s, f"set-{number}",
+                    scenario.eval_samples,
+                ))  # fmt: skip
 
     def _end_step(self, version: int, tokens: int, age_tokens: int) -> None:
         self.log.append(StepRecord(self.drawn_at, self._world.now, self._draw_wait_s, tokens, age_tokens))

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
 from rich.table import Table
 
 from async_rl.algorithm_config import describe
@@ -213,11 +215,35 @@ def check_task(config: Config) -> None:
     task = load_task(config.task)
     instance_sources(config)
     known_instances(config)
-    if any(not each.task for each in eval_sets(config)) and task.size("eval") == 0:
-        raise ConfigError(
-            "[run] says to evaluate, and [task] has nothing to evaluate on: name held-out data there, or set "
-            "eval_every = 0"
-        )
+    for each in eval_sets(config):
+        size = (load_task(each.task) if each.task else task).size("eval")
+        if size == 0:
+            raise ConfigError(
+                f'[run] says to evaluate on the set "{each.name}", and its task has nothing to evaluate on: name '
+                "held-out data there, or set eval_every = 0"
+            )
+
+
+def with_eval_sizes(config: Config) -> Config:
+    """The config with no more instances of a set than its task has: asked again they would be counted twice. Raises
+    ConfigError where a set's own `instances` asks for more."""
+    own = {each.name: each.task for each in config.run.eval}
+    run = config.run
+    for each in eval_sets(config):
+        size = load_task(own.get(each.name) or config.task).size("eval")
+        if size is None or each.instances <= size:
+            continue
+        tables = [table for table in run.eval if table.name == each.name]
+        if tables and tables[0].instances is not UNSET:
+            raise ConfigError(
+                f'[[run.eval]] of name "{each.name}": instances = {each.instances}, and its task has {size} to '
+                "evaluate on: lower it"
+            )
+        if not tables:
+            run = replace(run, eval_samples=size)
+        else:
+            run = replace(run, eval=tuple(replace(t, instances=size) if t is tables[0] else t for t in run.eval))
+    return replace(config, run=run)
 
 
 def check_model(config: Config) -> str:

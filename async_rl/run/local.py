@@ -30,6 +30,7 @@ from async_rl.run.checks import (
     check_task,
     check_trackers,
     is_made,
+    with_eval_sizes,
     with_keys,
 )
 from async_rl.run.closing import closing_words, resume_words
@@ -58,7 +59,7 @@ def run_all(
     when it fails."""
     groups = node_groups(config.inference)
     _check_pools(config, groups)
-    config = with_keys(config, *DIALLING, services=True)
+    config = with_eval_sizes(with_keys(config, *DIALLING, services=True))
     with open_ground(config) as ground:
         code, directory = _run_on(ground, ground.prepare(config), out, resume, flags, console)
     if code == 0 and closing:
@@ -158,7 +159,7 @@ def run_trainer(config: Config, out: Path, name: str, resume: bool, flags: Seque
     check_installed(["trainer"])
     check_backend(config)
     check_trackers(config)
-    config = with_keys(config, "trainer")
+    config = with_eval_sizes(with_keys(config, "trainer"))
     directory = RunDirectory.open(out)
     if directory.has_checkpoint() and not resume:
         raise AsyncRLError(f"{directory.path} has checkpoints of a run: add --resume to go on from the newest")

@@ -193,3 +193,53 @@ def test_a_node_with_one_copy_of_another_past_has_passed_that_version_too(tools)
     play.apply(PolicyRegistered(again))
     (finished,) = tools.of(EvalFinished, request(play, 3, policy=again) + play.apply(Ticked()))
     assert (finished.n, finished.cancelled) == (0, 3)
+
+
+def test_each_sample_of_each_instance_has_a_lease_and_a_seed_of_its_own_and_a_place_for_its_reward(tools):
+    play = tools.play()
+    play.node("a", slots=16)
+    effects = play.apply(EvalRequested(play.policies[0], 2, GREEDY, 30.0, "hard", 3))
+    leases = evals(tools, effects)
+    assert [(lease.eval_set, lease.instance, lease.samples) for lease in leases] == [
+        ("hard", instance, (0,)) for instance in (0, 0, 0, 1, 1, 1)
+    ]
+    assert len({lease.seeds for lease in leases}) == 6
+    rewards = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]
+    for reward, lease in reversed(list(zip(rewards, leases, strict=True))):
+        effects = play.result(lease, 0, reward=reward)
+    (finished,) = tools.of(EvalFinished, effects)
+    assert finished == EvalFinished(play.policies[0], 6, 0.5, 0, 0.0, "hard", packed(rewards))
+
+
+def test_sets_of_one_version_are_evaluated_one_after_the_other_under_different_seeds(tools):
+    play = tools.play()
+    play.node("a", slots=2)
+    (first,) = evals(tools, play.apply(EvalRequested(play.policies[0], 1, GREEDY, 30.0, "easy")))
+    assert evals(tools, play.apply(EvalRequested(play.policies[0], 1, GREEDY, 30.0, "hard"))) == []
+    assert evals(tools, play.apply(EvalRequested(play.policies[0], 1, GREEDY, 30.0, "easy"))) == []  # asked again
+    effects = play.result(first, 0)
+    (second,) = evals(tools, effects)
+    assert [each.eval_set for each in tools.of(EvalFinished, effects)] == ["easy"]
+    assert (second.eval_set, second.instance) == ("hard", first.instance)
+    assert second.seeds != first.seeds
+    assert [each.eval_set for each in tools.of(EvalFinished, play.result(second, 0))] == ["hard"]
+    assert evals(tools, play.apply(Ticked())) == []
+
+
+def test_a_sample_that_failed_is_asked_again_at_its_own_place_with_another_seed(tools):
+    play = tools.play(max_tries=2)
+    play.node("a", slots=4)
+    first, second = evals(tools, play.apply(EvalRequested(play.policies[0], 1, GREEDY, 30.0, "hard", 2)))
+    (again,) = evals(tools, play.result(second, 0, status="env_failed"))
+    assert (again.instance, again.try_) == (0, 1)
+    assert again.seeds != second.seeds
+    play.result(again, 0, status="env_failed")  # and is given up
+    (finished,) = tools.of(EvalFinished, play.result(first, 0, reward=1.0))
+    assert (finished.n, finished.cancelled, finished.rewards) == (1, 1, packed([1.0, math.nan]))
+
+
+def test_an_evaluation_larger_than_memory_should_hold_ends_the_run_before_anything_is_made(tools):
+    play = tools.play()
+    play.publish()
+    play.apply(EvalRequested(play.policies[0], 1 << 20, GREEDY, 30.0, "hard", 1 << 20))
+    assert "1048576 instances, 1048576 samples each" in play.replay.ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from itertools import product
 
 import pytest
@@ -70,6 +71,8 @@ def worlds(draw: st.DrawFn, faults: bool = True, shards: int = 1) -> tuple[dict[
         rejoin_s=draw(st.sampled_from([1.0, 10.0])),
         eval_every=draw(st.sampled_from([0, 3])),
         eval_n=5,
+        eval_samples=draw(st.integers(1, 2)),
+        eval_sets=draw(st.integers(1, 3)),
         **chances,
     )
     return rules, scenario
@@ -86,6 +89,10 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
     least = rules.fresh_groups * (1 + (rules.max_staleness + 1 if rules.reuse > 1 else 0))
     beside = (2 * rules.fresh_groups - rules.shards) * rules.newest_first  # buffer.capacity
     assert result.max_buffered_bytes <= max(rules.capacity_bytes, least * rules.group_bytes) + beside * GROUP_BYTES
+    for evaluation in result.evaluations:
+        rewards = struct.unpack(f"<{len(evaluation.rewards) // 8}d", evaluation.rewards)
+        assert evaluation.n == sum(not math.isnan(reward) for reward in rewards)
+        assert evaluation.n + evaluation.cancelled in (5, 10)
     for ledger, end in ((result.ledger, "trained"), (result.eval_ledger, "evaluated")):
         dropped = sum(count for place, count in ledger.items() if place.startswith("dropped."))
         assert ledger["issued"] == ledger[end] + dropped

@@ -344,3 +344,16 @@ def test_likeliest_tokens_travel_with_what_trains_and_with_nothing_else(split: s
         assert not found.logprobs[:n_prompt].any()
         assert np.array_equal(found.ids[n_prompt:], top.ids)
         assert np.array_equal(found.logprobs[n_prompt:], top.logprobs)
+
+
+def test_a_set_of_evaluation_with_a_task_of_its_own_asks_that_and_all_others_ask_the_runs() -> None:
+    own = load_task({"kind": "digit_sort", "digits": 3})
+    made = RolloutBook(TASK, TOKENIZER, "node-1", "torch", eval_tasks={"short": own})
+    prompts = {}
+    for number, name in enumerate(("short", "other", "")):
+        (request,) = made.open(lease(number, samples=(0,), ticket=-1, split="eval", policy=V3, eval_set=name))
+        prompts[name] = len(request.prompt)
+        asked = made.sampled(completion((number, 0)))
+        assert isinstance(asked, ToScore)
+        assert asked.eval_set == name
+    assert prompts["other"] == prompts[""] == prompts["short"] + DIGITS - 3

@@ -10,6 +10,7 @@ import pytest
 from reward_service import RewardService
 
 from async_rl.scoring_config import ScoringSettings
+from async_rl.tasks.registry import load_task
 from inference.scoring import Scorer
 from inference.scoring_queue import BATCH
 
@@ -322,3 +323,21 @@ def test_the_worker_imports_no_torch_and_no_other_pool():
         "assert {m for m in sys.modules if m.startswith('inference.')} == {'inference.scoring_worker'}"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_a_set_of_evaluation_with_a_task_of_its_own_is_scored_by_that():
+    results = queue.SimpleQueue()
+    ours, theirs = {"kind": "digit_sort", "digits": 5}, {"kind": "digit_sort", "digits": 3}
+    settings = ScoringSettings(score_timeout=60.0, reward_workers=1)
+    scorer = Scorer(ours, settings, results, eval_tasks={"short": theirs})
+    try:
+        answers = {name: load_task(table).instance("eval", 4).answer for name, table in (("", ours), ("short", theirs))}
+        for asked in ("", "short"):
+            for answered in ("", "short"):
+                scorer.submit((asked, answered), "eval", 4, answers[answered], asked)
+        rewards = {each.key: each.reward for each in take(results, 4)}
+    finally:
+        scorer.close()
+    assert {key: reward == 1.0 for key, reward in rewards.items()} == {
+        ("", ""): True, ("", "short"): False, ("short", ""): False, ("short", "short"): True
+    }

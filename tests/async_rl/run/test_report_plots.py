@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 import pytest
@@ -11,6 +12,7 @@ from made_runs import BOUND, control_record, make_directory, make_run, pools_rec
 
 from async_rl.run.report import learning_plots, pool_plots
 from async_rl.run.report.control_plots import control_plots
+from async_rl.run.report.eval_section import is_worth_it, pass_plot, sets_html
 from async_rl.run.report.plot import Plot, age_colour, chunks_of
 from async_rl.run.report.run_data import RunData, read_run
 from async_rl.run.report.timeline import timeline
@@ -192,3 +194,21 @@ def test_how_far_a_sketch_goes_is_called_what_it_is(run: RunData) -> None:
     steps = [{key: value for key, value in step.items() if key != "learning_rate"} for step in run.steps]
     sketched = replace(run, steps=[step | {"update_ratio": 6e-5} for step in steps])
     assert trace(plot(sketched, "optimiser"), "update ratio")["y"][0] == 6e-5
+
+
+def test_each_set_of_evaluation_has_a_line_of_means_and_one_for_each_k_of_pass_at_k(run: RunData) -> None:
+    def evaluated(name: str, version: int) -> dict[str, Any]:
+        share = {"value": 0.5, "interval": [0.4, 0.7], "n": 30}
+        return {"version": version, "set": name, "reward": 0.3, "interval": [0.2, 0.4], "n": 120, "instances": 30,
+                "samples": 4, "cancelled": 2, "pass": {"1": share, "4": share}}  # fmt: skip
+
+    sets = {name: [evaluated(name, version) for version in (0, 10)] for name in ("easy", "<hard>")}
+    several = replace(run, evals=sets["easy"], eval_sets=sets)
+    assert trace(plot(several, "reward"), "evaluation: &lt;hard&gt;")["error_y"]["array"] == [0.1, 0.1]
+    names = [each["name"] for each in pass_plot(several).data]
+    assert names == ["easy, pass@1", "easy, pass@4", "&lt;hard&gt;, pass@1", "&lt;hard&gt;, pass@4"]
+    assert all(each["error_y"]["arrayminus"] == [0.1, 0.1] for each in pass_plot(several).data)
+    assert "&lt;hard&gt;" in sets_html(several)
+    assert "<hard>" not in sets_html(several)
+    assert is_worth_it(several)
+    assert not is_worth_it(run)
