@@ -29,7 +29,7 @@ JUDGE_MORE_MB = 256
 
 class ToolResult(NamedTuple):
     """What came of a program. `reason` is "ok", "error" (it raised, or ended with another code than 0), or what ended
-    it: "timeout", "cpu", "memory", "disk", "files", "processes", "output", "forbidden", "killed", "signal"."""
+    it: "timeout", "cpu", "memory", "disk", "files", "processes", "output", "forbidden", "signal"."""
 
     stdout: str
     stderr: str

@@ -68,7 +68,13 @@ class Cell:
             raise SandboxError(refusal(end.get("missing", texts[1])))
         if self.flooded:
             return "output"
-        return reason_of(end["why"], end["code"], end["cpu"], self.limits)
+        reason = reason_of(end["why"], end["code"], end["cpu"], self.limits)
+        if reason == "killed":
+            raise SandboxError(
+                "a program was killed from outside, as the kernel does when memory runs out: let fewer or smaller ones "
+                "run at once (memory_mb, processes, inference.reward_workers)"
+            )
+        return reason
 
     def texts(self) -> list[str]:
         return [bytes(data).decode(errors="replace") for data in self.printed.values()]
@@ -76,8 +82,8 @@ class Cell:
 
 def reason_of(why: str, code: int, cpu_s: float, limits: Limits) -> str:
     """One word for the end of a cell: by its keeper's hand (`why`), by a signal (a negative code), or by itself."""
-    if why == "timeout":
-        return "timeout"
+    if why in ("timeout", "told"):
+        return why
     if code == -signal.SIGSYS:
         return "forbidden"
     if code in (-signal.SIGKILL, -signal.SIGXCPU):

@@ -41,7 +41,8 @@ KILLED = {
     "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "uselib": (134, None),
 }  # fmt: skip
 REFUSED = {"execve": (59, 221), "execveat": (322, 281)}  # EPERM: there is nothing to run, and `subprocess` says so
-SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
+SOCKET, CLONE, CLONE3, PRCTL = (41, 198), (56, 220), (435, 435), (157, 167)
+PR_SET_PDEATHSIG = 1  # by which a cell could outlive its keeper
 
 
 def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -75,6 +76,7 @@ def program(machine: str = platform.machine()) -> bytes:
     for number, flaw in (
         (CLONE[column], instruction(ANY_BIT, NEW_NAMESPACES, 0, 1)),
         (SOCKET[column], instruction(EQUAL, AF_UNIX, 1, 0)),
+        (PRCTL[column], instruction(EQUAL, PR_SET_PDEATHSIG, 0, 1)),
     ):
         lines += [instruction(EQUAL, number, 0, 4), instruction(LOAD, ARGUMENT_AT), flaw]
         lines += [instruction(RETURN, KILL), instruction(RETURN, ALLOW)]

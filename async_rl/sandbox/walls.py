@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import glob
 import os
 import resource
 import signal
 import struct
+import sys
 import sysconfig
 
 from async_rl.sandbox import seccomp
@@ -66,6 +68,12 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, "prctl(PR_SET_PDEATHSIG)", signal.SIGKILL)
 
 
+def first_to_go() -> None:
+    """When memory runs out on this machine, the kernel ends a cell before anything that works."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
 def new_user_namespace() -> None:
     check(libc.unshare(CLONE_NEWUSER), "a user namespace")
 
@@ -106,13 +114,20 @@ def shared_library_folders() -> list[str]:
 def readable_folders() -> tuple[list[str], list[str]]:
     """What of the machine a program may read: the interpreter's own modules and libraries. And which folders within
     them it may not: other packages."""
-    wanted = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *shared_library_folders()}
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # not those of a virtual environment
+    wanted = {*(sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")), *shared_library_folders()}
     folders: list[str] = []
     for folder in sorted(os.path.realpath(each) for each in wanted):
         if os.path.isdir(folder) and not any(f"{folder}/".startswith(f"{kept}/") for kept in folders):
             folders.append(folder)
-    hidden = [os.path.join(folder, name) for folder in folders for name in ("site-packages", "dist-packages")]
-    return folders, [folder for folder in hidden if os.path.isdir(folder)]
+    hidden = {
+        place
+        for folder in (*folders, *map(os.path.realpath, wanted))
+        for name in ("site-packages", "dist-packages")
+        for place in (f"{folder}/{name}", *glob.glob(f"{glob.escape(folder)}/python*/{name}"))
+        if os.path.isdir(place)
+    }
+    return folders, sorted(hidden)
 
 
 def new_root(disk_mb: int, folders: list[str], hidden: list[str], of_root: bool) -> None:
@@ -180,6 +195,8 @@ def set_limits(limits: Limits) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 64),
+        (resource.RLIMIT_RTPRIO, 0),
+        (resource.RLIMIT_NICE, 0),
     ):
         resource.setrlimit(what, (value, value))
 

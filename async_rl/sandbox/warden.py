@@ -61,10 +61,7 @@ def start_keeper(orders: socket.socket, order: Any, files: list[int], folders: l
         try:
             ours.close()
             orders.close()
-            walls.die_with_parent()
-            if os.getppid() != warden:
-                os._exit(1)
-            Keeper(order, files).run(theirs, folders, hidden, of_root)
+            Keeper(order, files, warden).run(theirs, folders, hidden, of_root)
         finally:
             os._exit(1)
     theirs.close()
@@ -80,7 +77,8 @@ class Keeper:
     """One cell, from its walls to its end. `files[0]` is the socket to say how that came, the others the cell's:
     what to run, stdout, stderr, and more as its kind wants."""
 
-    def __init__(self, order: Any, files: list[int]) -> None:
+    def __init__(self, order: Any, files: list[int], warden: int) -> None:
+        self._warden = warden
         self._kind: str = order["kind"]
         self._limits = Limits(*order["limits"])
         self._word = socket.socket(fileno=files[0])
@@ -89,6 +87,9 @@ class Keeper:
     def run(self, warden: socket.socket, folders: list[str], hidden: list[str], of_root: bool) -> None:
         try:
             walls.default_signals()
+            walls.die_with_parent()
+            if os.getppid() != self._warden:
+                return
             self._isolate(warden, folders, hidden, of_root)
             ours, theirs = os.pipe()
             start, pid = time.monotonic(), os.fork()
@@ -108,6 +109,7 @@ class Keeper:
     def _isolate(self, warden: socket.socket, folders: list[str], hidden: list[str], of_root: bool) -> None:
         if not of_root:
             user, group = os.getuid(), os.getgid()
+        walls.first_to_go()
         walls.new_user_namespace()
         if of_root:
             warden.send(GO)

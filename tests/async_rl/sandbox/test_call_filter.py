@@ -64,6 +64,13 @@ def test_sockets_are_of_this_machine_alone(machine: str) -> None:
         assert answer(machine, call, family) == seccomp.KILL
 
 
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_a_cell_cannot_choose_to_outlive_its_keeper(machine: str) -> None:
+    call = seccomp.PRCTL[seccomp.MACHINES[machine][1]]
+    assert answer(machine, call, 1) == seccomp.KILL
+    assert answer(machine, call, 15) == seccomp.ALLOW
+
+
 def test_another_kind_of_calls_is_no_way_around() -> None:
     assert answer("x86_64", 0, arch=0x40000003) == seccomp.KILL
     assert answer("x86_64", seccomp.X32) == seccomp.KILL

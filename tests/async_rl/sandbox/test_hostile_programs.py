@@ -96,6 +96,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
         "os.wait()\nos._exit(0)",
         {"exit"},
     ),
+    "outliving whoever runs it": ("libc.prctl(1, 0)", {"forbidden"}),
     "output without end": ("while True: print('x' * 1000)", {"output"}),
     "errors without end": ("while True: sys.stderr.write('x' * 1000)", {"output"}),
     "a file without end": ("with open('f', 'wb') as f:\n    while True: f.write(bytes(1 << 20))", {"disk"}),

@@ -146,6 +146,15 @@ def test_a_sandbox_that_is_closed_takes_its_programs_along(sandbox: Sandbox) -> 
     assert not thread.is_alive()
 
 
+def test_a_program_that_is_killed_from_outside_is_no_programs_fault(sandbox: Sandbox) -> None:
+    name = f"victim-{os.getpid()}"
+    thread = start_sleeper(sandbox.run, name)
+    wait_for(lambda: len(named_processes(name)) == 2)
+    os.kill(min(named_processes(name)), signal.SIGKILL)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def start_sleeper(run: Callable[[str, Limits], object], name: str) -> threading.Thread:
     def call() -> None:
         with pytest.raises(SandboxError):
@@ -192,7 +201,7 @@ def test_a_machine_that_cannot_isolate_is_refused_with_what_is_missing(sandbox: 
         "from async_rl.sandbox import walls\n"
         "from async_rl.sandbox import seccomp\n"
         "seccomp.KILLED = {'unshare': seccomp.KILLED['unshare']}\n"
-        "seccomp.KILL, seccomp.REFUSED = seccomp.ERRNO | 1, {}\n"
+        "seccomp.KILL, seccomp.REFUSED, seccomp.PR_SET_PDEATHSIG = seccomp.ERRNO | 1, {}, 99\n"
         "walls.prctl(38, '', 1); walls.refuse_calls()\n"
         "from async_rl.rewards import load_rewards\n"
         "load_rewards([{'kind': 'code'}])\n"
@@ -211,6 +220,7 @@ def test_a_machine_that_cannot_isolate_is_refused_with_what_is_missing(sandbox: 
         ("ended", 0, 0.1, "ok"),
         ("ended", 1, 0.1, "error"),
         ("timeout", -9, 0.1, "timeout"),
+        ("told", -9, 0.1, "told"),
         ("ended", -9, 4.0, "cpu"),
         ("ended", -9, 0.1, "killed"),
         ("ended", -31, 0.1, "forbidden"),
