@@ -205,10 +205,10 @@ def verdict_of(program: Cell, judge: Cell, said: dict[str, Any] | None, seconds:
     an end of their own before that were given answers that they could not take."""
     ended, judged = program.reason(), judge.reason()
     if said is None:
-        return Verdict(0, 1, ended if ended != "ok" else "result", f"its tests ended: {judged}", "", seconds)
+        return Verdict(0, 1, ended if ended not in ("ok", "told") else "result", f"its tests ended: {judged}", "", seconds)
     reason = said["why"] if said["failed"] else "passed"
     if reason == "gone":
-        reason = "exit" if ended in ("ok", "error") else ended
+        reason = {"ok": "exit", "error": "exit", "told": "result"}.get(ended, ended)
     return Verdict(said["passed"], said["failed"], reason, said["note"], said["broken"], seconds)
 
 

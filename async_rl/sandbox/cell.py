@@ -81,13 +81,14 @@ class Cell:
 
 
 def reason_of(why: str, code: int, cpu_s: float, limits: Limits) -> str:
-    """One word for the end of a cell: by its keeper's hand (`why`), by a signal (a negative code), or by itself."""
-    if why in ("timeout", "told"):
+    """One word for the end of a cell: by its keeper's hand (`why`), by a signal (a negative code), or by itself. One
+    that was told to end may have been about to, by itself."""
+    if why == "timeout":
         return why
     if code == -signal.SIGSYS:
         return "forbidden"
     if code in (-signal.SIGKILL, -signal.SIGXCPU):
-        return "cpu" if cpu_s >= 0.9 * limits.cpu_s else "killed"
+        return "cpu" if cpu_s >= 0.9 * limits.cpu_s else "told" if why == "told" else "killed"
     if code < 0:
         return "disk" if code == -signal.SIGXFSZ else "signal"
     return "ok" if code == 0 else EXIT_NAMES.get(code, "error")

@@ -127,6 +127,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
         "    body = json.dumps(message).encode()\n    os.write(3, len(body).to_bytes(4, 'little') + body)",
         {"wrong"},
     ),
+    "no answer at all": ("os.closerange(3, 64)\ntime.sleep(99)", {"result"}),
     "an answer without end": ("import itertools\ndef hostile(a, b): return itertools.count()", {"memory", *SLOW}),
     "a huge answer": ("def hostile(a, b): return 'x' * (9 << 20)", {"result"}),
     "a deep answer": (

@@ -221,6 +221,8 @@ def test_a_machine_that_cannot_isolate_is_refused_with_what_is_missing(sandbox: 
         ("ended", 1, 0.1, "error"),
         ("timeout", -9, 0.1, "timeout"),
         ("told", -9, 0.1, "told"),
+        ("told", -9, 4.0, "cpu"),
+        ("told", 0, 0.1, "ok"),
         ("ended", -9, 4.0, "cpu"),
         ("ended", -9, 0.1, "killed"),
         ("ended", -31, 0.1, "forbidden"),
