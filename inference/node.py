@@ -396,7 +396,7 @@ class Node:
         if self._engine.serving is None:
             return
         now, limit = time.monotonic(), self._engine.limit
-        wanted = self._book.closed_training_samples + limit + max(self._group_size, limit // 4)
+        wanted = self._book.sampled_training_samples + limit + max(self._group_size, limit // 4)
         asking = self._talk.asking
         asks = asking.turn(now) + asking.wants(wanted, now)
         if not asks and now - self._reported > REPORT_S:

@@ -193,6 +193,13 @@ class RolloutBook:
         training = (lease for lease, entry in self._open.items() if entry.lease.split == "train")
         return self.closed_training_samples + sum(len(self._left[lease]) for lease in training)
 
+    @property
+    def sampled_training_samples(self) -> int:
+        """Training samples that need this node's engine no longer: closed, or being scored. Those that it still owes
+        it are to fill it, however long scoring takes."""
+        scoring = (key[0] for each in (self._sampled, self._played) for key in each)
+        return self.closed_training_samples + sum(self._open[lease].lease.split == "train" for lease in scoring)
+
     def sampled(self, completion: Completion) -> ToScore | Packed | None:
         """What to do with a completion: score it; report an abort; nothing when its lease was cancelled."""
         lease, _ = completion.key

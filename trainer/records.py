@@ -33,6 +33,7 @@ def batch_record(batch: TrainingBatch) -> Record:
         "reward": float(batch.rewards.mean()) if len(batch.rewards) else None,
         "reward_min": float(batch.rewards.min()) if len(batch.rewards) else None,
         "shaped_reward": float(batch.shaped.mean()) if len(batch.shaped) else None,
+        **_components(batch.trajectories),
         "truncated": batch.truncated,
         **({} if batch.reference_kl is None else {"reference_kl": batch.reference_kl}),
         "staleness_max": oldest,
@@ -47,6 +48,15 @@ def batch_record(batch: TrainingBatch) -> Record:
         "data": data_digest(batch.groups, batch.trajectories),
         **_journey(batch),
     }
+
+
+def _components(trajectories: Sequence[Trajectory]) -> Record:
+    """The mean of each component of the reward, under its name, over the attempts that have it."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.components.items():
+            values.setdefault(name, []).append(value)
+    return {f"component.{name}": float(np.mean(each)) for name, each in values.items()}
 
 
 def _trained_lengths(batch: TrainingBatch) -> dict[str, int]:

@@ -357,3 +357,17 @@ def test_a_set_of_evaluation_with_a_task_of_its_own_asks_that_and_all_others_ask
         assert isinstance(asked, ToScore)
         assert asked.eval_set == name
     assert prompts["other"] == prompts[""] == prompts["short"] + DIGITS - 3
+
+
+def test_what_is_being_scored_does_not_keep_the_engine_from_its_next_samples() -> None:
+    books = book()
+    books.open(lease(7))
+    books.open(evaluation(8))
+    assert books.sampled_training_samples == 0
+    for key in ((7, 0), (7, 1), (8, 0)):
+        assert isinstance(books.sampled(completion(key)), ToScore)
+    assert (books.closed_training_samples, books.sampled_training_samples) == (0, 2)
+    books.scored((7, 0), 1.0, {}, 0.1, "")
+    assert (books.closed_training_samples, books.sampled_training_samples) == (1, 2)
+    list(books.cancel(7))
+    assert books.closed_training_samples == books.sampled_training_samples == 3
