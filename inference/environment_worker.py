@@ -59,6 +59,7 @@ class Answer(msgspec.Struct, array_like=True):
     done: bool = False
     components: dict[str, float] = {}
     answer: str | None = None
+    tools: list[dict[str, Any]] = []
     error: str = ""
 
 
@@ -94,7 +95,8 @@ class Worlds:
         self._open[ask.number] = environment
         instance = instance_of(self._task, ask.split, ask.instance)  # type: ignore[arg-type]
         observation = await self._within(environment.reset(instance, ask.seed), "its reset")
-        return Answer(ask.number, checked(observation))
+        tools = [dict(tool) for tool in getattr(environment, "tools", ())]
+        return Answer(ask.number, checked(observation), tools=tools)
 
     async def _step(self, ask: Step) -> Answer:
         said = Said(ask.text, ask.tokens, "stop" if ask.finish == "stop" else "length")

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,8 @@ from inference.episodes import NoRoom, Play
 from inference.rollout import Outcome
 from inference.scoring import MAX_FRAME_BYTES, START_TIMEOUT_S
 from inference.scoring_worker import Ready
+
+Tools = Sequence[Mapping[str, Any]]
 
 LATE_S = 5.0  # beyond an environment's own time-out, in which its worker says so; then it is blocked, and is killed
 
@@ -54,22 +56,29 @@ class EnvironmentDriver:
         worker = self._workers[number % len(self._workers)]
         components: Counter[str] = Counter()
         try:
-            first = await self._reset(play, worker, number)  # outside the limit: a worker may have to be started
+            first, tools = await self._reset(play, worker, number)  # outside the limit: a worker may have to start
             async with asyncio.timeout(self._limits.time_limit):
-                last = await self._turns(play, worker, number, first, components)
+                last = await self._turns(play, worker, number, first, tools, components)
         except (TimeoutError, NoRoom):
             last = None
         finally:
             await worker.forget(number)
         return Outcome(components=dict(components), cut=last is None, answer=last.answer if last else None)
 
-    async def _reset(self, play: Play, worker: Worker, number: int) -> Conversation:
+    async def _reset(self, play: Play, worker: Worker, number: int) -> tuple[Conversation, Tools]:
         of = play.attempt
         began = await self._world(play, worker, Begin(number, of.split, of.instance, of.seed))
-        return opening(began.observation, self._tokenizer, self._tools)
+        tools = began.tools or self._tools
+        return opening(began.observation, self._tokenizer, tools), tools
 
     async def _turns(
-        self, play: Play, worker: Worker, number: int, conversation: Conversation, components: Counter[str]
+        self,
+        play: Play,
+        worker: Worker,
+        number: int,
+        conversation: Conversation,
+        tools: Tools,
+        components: Counter[str],
     ) -> Answer | None:
         """The world's last answer; None when the turns ran out before."""
         for turn in range(self._limits.max_turns):
@@ -84,7 +93,7 @@ class EnvironmentDriver:
                 return result
             if turn + 1 < self._limits.max_turns:
                 conversation = following(
-                    conversation, tokens, completion.finish, result.observation, self._tokenizer, self._tools
+                    conversation, tokens, completion.finish, result.observation, self._tokenizer, tools
                 )
         return None
 

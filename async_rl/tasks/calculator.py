@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -77,11 +78,12 @@ class CalculatorConfig(EpisodeConfig, frozen=True, kw_only=True):
     """Of each number."""
     style: Style = "plain"
     call_reward: NonNegative = 0.0
-    """For a turn in which the tool was called without an error."""
+    """For the first turn, if the calculator was asked for the sum and nothing else."""
 
 
 class Calculator:
-    """Reward 1 for exactly the sum, else 0, and call_reward for calls. Component `right` is whether it was right."""
+    """Reward 1 for exactly the sum, else 0, and call_reward for having asked for it. Component `right` is whether the
+    answer was right."""
 
     Config: ClassVar[type[Section]] = CalculatorConfig
 
@@ -104,7 +106,17 @@ class Calculator:
         return Instance(None, ({"role": "user", "content": question},), total, total)
 
     def environment(self) -> ToolEnvironment:
-        return ToolEnvironment([self._tool], self._config.style, self._config.call_reward)
+        return ToolEnvironment([self._tool], self._config.style, self._worth())
+
+    def _worth(self) -> Callable[[Instance, Sequence[str]], float]:
+        """For one attempt: only its first turn may earn something."""
+        turns = itertools.count()
+        reward = self._config.call_reward
+
+        def worth(instance: Instance, results: Sequence[str]) -> float:
+            return reward if next(turns) == 0 and list(results) == [instance.data] else 0.0
+
+        return worth
 
     def score(self, instance: Instance, completion: str) -> Score:
         right = float(completion.strip() == instance.data)

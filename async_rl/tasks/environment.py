@@ -65,7 +65,8 @@ class StepResult(NamedTuple):
 
 
 class Environment(Protocol):
-    """One attempt's world. All randomness comes from `seed`, so that the same attempt sees the same world."""
+    """One attempt's world. All randomness comes from `seed`, so that the same attempt sees the same world. One that
+    has an attribute `tools` after its reset has these told to the template, in place of its task's."""
 
     async def reset(self, instance: Instance, seed: int) -> Observation:
         """The first observation. Called once."""

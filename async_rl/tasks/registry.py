@@ -27,6 +27,7 @@ KINDS = {
     "tools": "async_rl.tasks.with_tools:WithTools",
     "agent": "async_rl.tasks.agent:Agent",
     "human_eval": "async_rl.tasks.human_eval:HumanEval",
+    "verifiers": "async_rl.tasks.verifiers_env:VerifiersTask",
 }
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+from async_rl.errors import AsyncRLError
 from async_rl.schema import ConfigError
 from async_rl.tasks.environment import Observation, Said, StepResult
 from async_rl.tasks.task import Instance
@@ -133,6 +134,8 @@ async def called(tools: Mapping[str, Tool], call: ToolCall | ToolError) -> str:
             result = await asyncio.to_thread(tool.function, **arguments)
     except ToolError as error:
         return f"error: {error}"
+    except AsyncRLError:  # of this machine's (a sandbox that it cannot have), and no fault of the model's
+        raise
     except Exception as error:  # of the tool's own: the model is told, as it would be told by a shell
         return f"error: {type(error).__name__}: {error}"[:MAX_RESULT]
     text = result if isinstance(result, str) else msgspec.json.encode(result, enc_hook=str).decode()
@@ -156,15 +159,19 @@ def _checked(tool: Tool, given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 class ToolEnvironment:
-    """An environment in which a turn without a call is the final answer, which the task's `score` judges. `opening`:
-    what it is reset to, for those that tell more than the instance does."""
+    """An environment in which a turn without a call is the final answer, which the task's `score` judges. `worth` says
+    what a turn with calls earns by their results."""
 
-    def __init__(self, tools: Sequence[Tool], style: Style, call_reward: float = 0.0) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], style: Style, worth: Callable[[Instance, Sequence[str]], float] | None = None
+    ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._style: Style = style
-        self._call_reward = call_reward
+        self._worth = worth
+        self._instance: Instance | None = None
 
     async def reset(self, instance: Instance, seed: int) -> Observation:
+        self._instance = instance
         return instance.messages if instance.prompt is None else instance.prompt  # type: ignore[return-value]
 
     async def step(self, said: Said) -> StepResult:
@@ -173,7 +180,7 @@ class ToolEnvironment:
             return StepResult("", done=True, answer=said.text)
         results = [await called(self._tools, call) for call in calls]
         errors = sum(result.startswith("error: ") for result in results)
-        reward = self._call_reward if not errors else 0.0
+        reward = 0.0 if self._worth is None or self._instance is None else self._worth(self._instance, results)
         components = {"calls": float(len(calls)), "call_errors": float(errors)}
         return StepResult(self._shown(calls, results), reward, components=components)
 

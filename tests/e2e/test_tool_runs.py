@@ -40,8 +40,8 @@ digits = 2
 max_turns = 3
 
 [buffer]
-max_staleness = 4
-groups_per_step = 8
+max_staleness = 2
+groups_per_step = 16
 group_size = 8
 heartbeat = 0.5
 
@@ -55,8 +55,8 @@ max_context = 72
 max_tokens = 72
 
 [trainer]
-learning_rate = 3e-3
-warmup_steps = 2
+learning_rate = 2e-3
+warmup_steps = 3
 checkpoint_every = 1000
 
 [algorithm]
@@ -140,11 +140,11 @@ def test_a_two_turn_tool_task_is_learned_and_every_trained_token_is_as_it_was_sa
 
     rewards = [record["reward"] for record in records(run)]
     assert len(rewards) == STEPS
-    assert np.mean(rewards[-6:]) > 1.5 * np.mean(rewards[:4]), rewards
-    assert summary(run)["staleness"]["max"] <= 4
+    assert np.mean(rewards[-6:]) > 1.4 * np.mean(rewards[:4]), str(rewards)
+    assert summary(run)["staleness"]["max"] <= 2
 
     trained = kept.trained()
-    assert len(trained) >= (STEPS - 2) * 64  # the last batches may have come after the last look
+    assert len(trained) >= (STEPS - 2) * 128  # the last batches may have come after the last look
     turns = [sum(arrays.mask[1:] < arrays.mask[:-1]) for each in trained for arrays in segment_arrays(each)]
     assert np.mean(np.array(turns) == 2) > 0.5, "most have two turns"
     worst = largest_difference(load_config(str(config)), kept, trained)
