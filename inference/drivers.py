@@ -36,6 +36,7 @@ def make_driver(task: Any, table: Mapping[str, Any], config: Config, tokenizer: 
     if hasattr(task, "environment"):
         check_environment_task(task, table)
         check_room(table, config)
+        check_time(table, config, task.limits.time_limit)
         return EnvironmentDriver(task, table, tokenizer, config.inference.episodes.workers)
     if isinstance(task, Agent):
         check_room(table, config)

@@ -37,6 +37,8 @@ HARMLESS = {
     ("inference/agent_process.py", "process.wait()"): "asyncio's, within a wait that has a limit",
     ("inference/orphan_guard.py", "parent.join()"): "a daemon's only work: to wait for its parent's end",
     ("inference/sglang_engine.py", "self._open.wait()"): "weights are changed, by questions that have limits",
+    ("async_rl/tasks/verifiers_env.py", "self._ready.wait()"): "within a reset, which its worker ends after step_timeout",
+    ("async_rl/tasks/verifiers_env.py", "asyncio.Event().wait()"): "to stay up until the worker's loop ends",
     ("inference/environment_worker.py", "ended.wait()"): "a child's only work: what it is asked, until the input ends",
     ("inference/flights.py", "event.wait()"): "within a wait_for that has a limit",
     ("trainer/megatron/collect.py", "dist.recv(buffer, rank)"): "the process group has a time-out",
