@@ -110,14 +110,16 @@ def program_of(setup: str, completion: str, entry_point: str) -> str:
     code = (defining or blocks or [completion])[-1]
     if not entry_point or define.search(code):
         return f"{setup}\n\n{code}"
-    return setup + body_of(code)
+    return setup + body_of(code, begun=bool(setup) and not setup.endswith("\n"))
 
 
-def body_of(code: str) -> str:
-    """A function's body as a model goes on with it: its lines up to the first that stands at the margin."""
-    kept = []
+def body_of(code: str, begun: bool = False) -> str:
+    """A function's body as a model goes on with it: its lines up to the first that stands at the margin. Its first line
+    may have `begun` before."""
+    kept: list[str] = []
     for line in code.splitlines(keepends=True):
-        if line.strip() and not line[0].isspace() and not line.startswith(CLOSING):
+        inside = line[0].isspace() or line.startswith(CLOSING) or (begun and not kept)
+        if line.strip() and not inside:
             break
         kept.append(line)
     return "".join(kept)

@@ -120,6 +120,7 @@ def test_without_a_name_the_last_block_is_the_program() -> None:
 
 def test_a_body_ends_where_a_line_stands_at_the_margin() -> None:
     assert body_of("    x = [\n1\n") == "    x = [\n"
+    assert program_of("def f():\n    return ", "12\nprint(1)", "f") == "def f():\n    return 12\n"
     assert body_of("    x = [\n        1,\n]\n    return x\n# the end\n") == "    x = [\n        1,\n]\n    return x\n"
 
 
