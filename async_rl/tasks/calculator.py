@@ -5,7 +5,7 @@
     the tool     1399
     the model    1399
 
-It has to call the tool as it is called, and then to use what comes back. Reward 1 for the right sum behind a call.
+It has to call the tool as it is called, and then to use what comes back, instead of saying a number at once.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class CalculatorConfig(EpisodeConfig, frozen=True, kw_only=True):
     style: Style = "plain"
     call_reward: NonNegative = 0.0
     """For the first turn, if the calculator was asked for the sum and nothing else."""
+    shown_calls: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Of the answers that the tiny model is shown in its warm start, those that ask the calculator; the others say the
+    sum at once, which it cannot learn so soon. What it then has to find out is that asking pays."""
 
 
 class Calculator:
@@ -100,7 +103,8 @@ class Calculator:
         a, b = _numbers(split, instance, self._config.digits)
         total = str(a + b)
         if self._config.style == "plain":
-            turns = [f"[calculator {a}+{b}]", f"{total}\n", total]
+            shown = _byte(f"shown {a} {b}") < 256 * self._config.shown_calls
+            turns = [f"[calculator {a}+{b}]", f"{total}\n", total] if shown else [total]
             return Instance(f"{a}+{b}=", None, turns, total)
         question = f"What is {a} + {b}? Ask the calculator, then answer with the number alone."
         return Instance(None, ({"role": "user", "content": question},), total, total)
@@ -131,7 +135,11 @@ def _numbers(split: Split, instance: int, digits: int) -> tuple[int, int]:
         drawn = int.from_bytes(hashlib.blake2b(seed, digest_size=32).digest(), "little")
         low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
         a, b = low + drawn % count, low + (drawn >> 128) % count
-        byte = hashlib.blake2b(f"calculator {a} {b}".encode(), digest_size=1).digest()[0]
-        if (byte < EVAL_BYTES) == (split == "eval"):
+        if (_byte(f"calculator {a} {b}") < EVAL_BYTES) == (split == "eval"):
             return a, b
         attempt += 1
+
+
+def _byte(text: str) -> int:
+    """0 to 255, by chance but always the same."""
+    return hashlib.blake2b(text.encode(), digest_size=1).digest()[0]

@@ -28,6 +28,7 @@ accuracy_high = 0.3
 kind = "calculator"
 digits = 2
 max_turns = 3
+shown_calls = 0.5
 
 [buffer]
 max_staleness = 2

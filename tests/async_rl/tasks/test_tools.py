@@ -143,7 +143,7 @@ def played(task: Any, split: Any, number: int, *turns: str) -> list[Any]:
 
 
 def test_the_examples_own_answer_is_played_to_its_end_and_right() -> None:
-    task = Calculator(CalculatorConfig(digits=3, call_reward=0.25))
+    task = Calculator(CalculatorConfig(digits=3, call_reward=0.25, shown_calls=1.0))
     assert isinstance(task, EnvironmentTask)
     for number in range(20):
         instance = task.instance("train", number)
@@ -154,6 +154,23 @@ def test_the_examples_own_answer_is_played_to_its_end_and_right() -> None:
         assert (third.done, third.answer, third.reward) == (True, answer, 0.0)
         assert task.score(instance, third.answer).reward == 1.0
         assert task.score(instance, "7").reward == 0.0
+
+
+def test_as_many_calls_are_shown_as_are_asked_for() -> None:
+    for share in (0.0, 0.5, 1.0):
+        task = Calculator(CalculatorConfig(shown_calls=share))
+        turns = [len(task.instance("train", number).answer) for number in range(400)]
+        assert set(turns) <= {1, 3}
+        assert turns.count(3) / 400 == pytest.approx(share, abs=0.1)
+
+
+def test_only_asking_for_the_sum_in_the_first_turn_is_worth_something() -> None:
+    task = Calculator(CalculatorConfig(digits=1, call_reward=0.25, shown_calls=1.0))
+    right = task.instance("train", 0).answer[0]
+    _, first, second = played(task, "train", 0, right, right)
+    assert (first.reward, second.reward) == (0.25, 0.0)
+    _, wrong, late = played(task, "train", 0, "[calculator 100+1]", right)
+    assert (wrong.reward, late.reward) == (0.0, 0.0)
 
 
 def test_no_sum_is_both_trained_on_and_evaluated() -> None:
