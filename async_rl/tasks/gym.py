@@ -28,6 +28,8 @@ COMPOUND = frozenset({"composite"})  # generators of generators: they need a lis
 HASH_ORDERED = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
+# What verifiers raise about an answer that is no number, list or formula where they expect one: it is wrong then.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError)
 CACHED_ENTRIES = 256  # the samples of a group ask for the same entry
 
 
@@ -45,7 +47,8 @@ class GymConfig(Section, frozen=True, kw_only=True):
 
 
 class ReasoningGym:
-    """Reward: the verifier's score in [0, 1]. Component `format` says whether there was an answer to judge."""
+    """Reward: the verifier's score in [0, 1]. Component `format` says whether there was an answer that
+    it could judge."""
 
     Config: ClassVar[type[Section]] = GymConfig
 
@@ -70,7 +73,10 @@ class ReasoningGym:
         answer = completion.strip() if self.config.style == "plain" else tagged_answer(completion)
         if not answer:
             return Score(0.0, {"format": 0.0})
-        return Score(float(self._dataset.score_answer(answer, self._entry(instance.data))), {"format": 1.0})
+        try:
+            return Score(float(self._dataset.score_answer(answer, self._entry(instance.data))), {"format": 1.0})
+        except UNREADABLE:
+            return Score(0.0, {"format": 0.0})
 
 
 def tagged_answer(completion: str) -> str | None:

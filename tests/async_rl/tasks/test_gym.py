@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from async_rl.config import ConfigError
-from async_rl.tasks.gym import tagged_answer
+from async_rl.tasks.gym import COMPOUND, HASH_ORDERED, tagged_answer
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.task import instance_of
 
@@ -116,3 +116,35 @@ def test_a_generator_that_differs_between_processes_is_refused():
     assert sys.flags.hash_randomization, "run the tests without PYTHONHASHSEED=0"
     with pytest.raises(ConfigError, match="PYTHONHASHSEED=0"):
         gym("word_ladder")
+
+
+def generators():
+    """All that can be configured by name. Those that walk over sets of strings are of a process of their own."""
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS.keys() - COMPOUND - HASH_ORDERED)
+
+
+OWN_ANSWER_IS_NOT_RIGHT = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Their entries have no answer, and their verifiers are used as they are."""
+
+
+@pytest.mark.parametrize("name", generators())
+def test_every_generator_asks_and_judges(name):
+    task = gym(name, style="plain", size=12, eval_size=4)
+    for split in ("train", "eval"):
+        instance = instance_of(task, split, 1)
+        assert instance.prompt.strip()
+        assert instance.answer is None or isinstance(instance.answer, str)
+        own = task.score(instance, str(instance.answer)).reward
+        assert own <= 0.01 if name in OWN_ANSWER_IS_NOT_RIGHT else own > 0.5
+        for wrong in ("surely not", "1 x", "[[", "None", "7"):
+            assert 0 <= task.score(instance, wrong).reward <= 1
+
+
+def test_an_answer_that_a_verifier_cannot_read_is_wrong_and_no_failure():
+    task = gym("prime_factorization", style="plain")
+    instance = task.instance("train", 0)
+    with pytest.raises(ValueError, match="invalid literal"):
+        task._dataset.score_answer("two", task._entry(instance.data))
+    assert task.score(instance, "two") == (0.0, {"format": 0.0})
