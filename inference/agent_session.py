@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from async_rl.errors import AsyncRLError
 from async_rl.tasks.rendering import Conversation, decode, following, opening
+from async_rl.tasks.tools import TAGGED, ToolError, calls_in
 from async_rl.top_tokens import TopTokens
 from async_rl.version import VersionRun
 from inference.agent_forms import (
@@ -307,28 +308,19 @@ def shortened(completion: Completion, length: int, n_prompt: int) -> Completion:
 
 # --- calls of tools --------------------------------------------------------------------------------------------------
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-class Called(msgspec.Struct):
-    name: str
-    arguments: dict[str, Any] = {}
-
-
 def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """The text without its calls of tools, and these. What is no whole call stays text."""
     calls: list[ToolCall] = []
 
     def taken(found: re.Match[str]) -> str:
-        try:
-            called = msgspec.json.decode(found[1].encode(), type=Called)
-        except (msgspec.MsgspecError, RecursionError):
-            return found[0]
-        arguments = msgspec.json.encode(called.arguments).decode()
-        calls.append(ToolCall(Function(called.name, arguments), f"call_{secrets.token_hex(12)}"))
+        for call in calls_in(found[0], "chat"):
+            if isinstance(call, ToolError):
+                return found[0]
+            arguments = msgspec.json.encode(call.arguments).decode()
+            calls.append(ToolCall(Function(call.name, arguments), f"call_{secrets.token_hex(12)}"))
         return ""
 
-    rest = CALL.sub(taken, text)
+    rest = TAGGED.sub(taken, text)
     return (rest.strip() if calls else text), tuple(calls)
 
 

@@ -53,6 +53,8 @@ def instance_sources(config: Config) -> tuple[Source, ...]:
     A task class says by `sources(section)` that it is always asked so; others are where [buffer] epochs says so. Raises
     ConfigError when there is no end to them, and what making a task raises."""
     task_class, section = _section(config.task)
+    while isinstance(of := getattr(section, "of", None), Mapping):  # the questions of a task with tools, of an agent
+        task_class, section = _section(of)
     if hasattr(task_class, "sources"):
         return tuple(task_class.sources(section))
     if not config.buffer.epochs:

@@ -112,7 +112,7 @@ def _tagged(written: str) -> ToolCall | ToolError:
         arguments = call.get("arguments", {})
         if isinstance(arguments, str):  # some write them as JSON within JSON
             arguments = msgspec.json.decode(arguments)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return ToolError(f"this is no JSON object with name and arguments: {error}")
     if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         return ToolError("a call needs a name, and arguments as an object")

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from async_rl.config import config_from_table
+from async_rl.data.order import Source
 from async_rl.schema import ConfigError
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
-from async_rl.tasks.registry import load_task
+from async_rl.tasks.registry import instance_sources, load_task
 
 TABLE: dict[str, Any] = {"kind": "agent", "command": ["python", "a.py"], "of": {"kind": "digit_sort", "digits": 5}}
 
@@ -25,6 +27,19 @@ def test_instances_and_scores_are_those_of_the_task_that_it_works_on() -> None:
 def test_or_the_scores_of_reward_tables() -> None:
     task = load_task(TABLE | {"reward": [{"kind": "format", "pattern": "x", "weight": 0.5}]})
     assert task.score(task.instance("train", 7), "xyz") == (0.5, {"format": 1.0})
+
+
+def test_epochs_go_through_the_instances_of_the_task_that_it_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def sources(section: Any) -> tuple[Source, ...]:
+        asked.append(section)
+        return (Source(9, 1, 0),)
+
+    monkeypatch.setattr(DigitSort, "sources", staticmethod(sources), raising=False)
+    table = {"model": {"path": "x"}, "task": TABLE}
+    assert instance_sources(config_from_table(table, "a test")) == (Source(9, 1, 0),)
+    assert asked == [DigitSortConfig(digits=5)]
 
 
 @pytest.mark.parametrize(
