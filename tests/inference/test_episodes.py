@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from play_house import PlayHouse, lease
+from simulated_server import SimulatedServer
 
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
 from async_rl.trajectory import MAX_SEGMENTS, MaskReason, Trajectory, segment_arrays
 from inference.episodes import Limits, NoRoom, Play, SampleFailed, seed_of_call
 from inference.rollout import Outcome
+from inference.served_engine import ServedEngine
 
 TASK = DigitSort(DigitSortConfig(digits=5))
 LIMITS = Limits(context=48, attempt=48)
@@ -250,3 +252,30 @@ def test_closing_ends_the_driver_and_what_it_plays(qwen: Any) -> None:
     here.close()
     assert driver.closed
     assert ended == ["play"]
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_an_engine_that_is_a_server_of_its_own_takes_calls_as_it_takes_requests(qwen: Any, cancels: bool) -> None:
+    """vLLM and SGLang behind their adapter, which starts and gives up calls by their keys."""
+    engine = ServedEngine(SimulatedServer(), qwen.path, slots=3, max_context=48, max_resident=3, stop_tokens=())
+    engine.install(*qwen.policy(0))
+    engine.flip(qwen.policy(0)[0], "finish")
+    here = PlayHouse(engine, TASK, None, Plays(three_turns), LIMITS)
+    try:
+        here.start(lease(1, 0, 1, 2, 3))
+        if cancels:
+            here.run(until=lambda: engine.active > 0)
+            here.cancel(1)
+            here.run(until=lambda: not engine.active and not any(engine.resident.values()))
+            assert not here.done
+            return
+        here.run()
+        assert set(here.done) == {(1, sample) for sample in range(4)}
+        for trajectory in here.done.values():
+            (header,) = trajectory.segments
+            assert [(run.version, run.count) for run in header.versions] == [(0, 18)]
+            (arrays,) = segment_arrays(trajectory)
+            assert (arrays.mask == MaskReason.ENVIRONMENT).sum() == 4
+    finally:
+        here.close()
+        engine.close()
