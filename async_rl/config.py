@@ -86,6 +86,8 @@ class TinyModelConfig(Section, frozen=True, kw_only=True):
     """Of every layer, in place of its MLP: a Qwen3-MoE. 0: a dense Qwen3."""
     experts_per_token: PositiveInt = 2
     expert_intermediate: PositiveInt = 128
+    words: bool = False
+    """Words that nearly all of the task's prompts have are one token each, in place of one for every character."""
     learning_rate: PositiveFloat = 2e-3
     batch: PositiveInt = 128
     accuracy_low: Fraction = 0.2

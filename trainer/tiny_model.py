@@ -16,9 +16,11 @@ import copy
 import fcntl
 import itertools
 import json
+import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +48,8 @@ from trainer.tiny_dialogues import IGNORED, labelled_ids, longest_turn, rewards_
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+WORD = re.compile(r" ?(?<![A-Za-z])[A-Za-z]{2,}")
+WORD_PROMPTS, WORD_SHARE = 100, 0.9  # in so many of so many prompts a word is one of the task's
 MAX_POSITIONS = 2048
 CHECK_SAMPLES = 512  # standard error of an accuracy of 0.25: 0.019
 CHECK_EVERY = 20  # steps, while far from the band
@@ -67,11 +71,13 @@ class Made(NamedTuple):
 # --- the parts -------------------------------------------------------------------------------------------------------
 
 
-def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and the special ones."""
-    vocabulary = {token: n for n, token in enumerate([*SPECIAL, *CHARACTERS])}
+def char_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and the special ones; and one for each of `words` (letters, with or
+    without a space before them) where it is no part of another word."""
+    vocabulary = {token: n for n, token in enumerate([*SPECIAL, *CHARACTERS, *words])}
+    whole = [f"{' ' * word.startswith(' ')}(?<![A-Za-z]){word.strip()}(?![A-Za-z])" for word in words]
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*whole, r"[\s\S]"])), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -82,6 +88,13 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )
+
+
+def common_words(task: Task) -> list[str]:
+    """Words that nearly all prompts of a task have: what it says besides the question itself."""
+    prompts = [instance.prompt or "" for instance in fresh_instances(task, "train")(WORD_PROMPTS)]
+    seen = Counter(word for prompt in prompts for word in set(WORD.findall(prompt)))
+    return sorted(word for word, count in seen.items() if count >= WORD_SHARE * len(prompts))
 
 
 def new_model(tiny: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
@@ -246,7 +259,8 @@ def make_tiny_model(config: Config, folder: Path, say: Say) -> None:
     """Make it and save model, tokenizer and recipe.json (with what was measured) to `folder`."""
     recipe = tiny_recipe(config)
     assert config.model.tiny is not None  # else tiny_recipe had raised
-    task, tokenizer = load_task(config.task), char_tokenizer()
+    task = load_task(config.task)
+    tokenizer = char_tokenizer(common_words(task) if config.model.tiny.words else ())
     torch.manual_seed(config.model.tiny.seed)
     start = time.process_time()
     made = warm_start(config.model.tiny, task, tokenizer, say)

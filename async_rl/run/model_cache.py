@@ -39,9 +39,11 @@ def tiny_recipe(config: Config) -> dict[str, Any]:
     if config.model.tiny is None:
         raise ConfigError("there is no table [model.tiny]: nothing says how to make a base model")
     tiny = msgspec.to_builtins(config.model.tiny)
+    unused = {"words"} if not config.model.tiny.words else set()
+    unused |= OF_EXPERTS if not config.model.tiny.experts else set()
     return {
         "recipe": RECIPE_VERSION,
-        "tiny": tiny if config.model.tiny.experts else {key: tiny[key] for key in tiny.keys() - OF_EXPERTS},
+        "tiny": {key: tiny[key] for key in tiny.keys() - unused},
         "task": config.task,
         "packages": {name: _version(name) for name in DECIDING_PACKAGES},
     }

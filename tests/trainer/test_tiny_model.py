@@ -19,6 +19,7 @@ from trainer.tiny_model import (
     accuracy,
     answer_loss,
     char_tokenizer,
+    common_words,
     ensure_tiny_model,
     fresh_instances,
     new_model,
@@ -205,3 +206,18 @@ def test_the_place_is_found_without_torch():
     )
     out = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
     assert out.strip() == str(model_path(config()))
+
+
+def test_words_that_all_prompts_have_are_a_token_each_and_every_text_comes_back():
+    pytest.importorskip("reasoning_gym")
+    task = load_task({"kind": "reasoning_gym", "name": "spell_backward", "style": "plain"})
+    words = common_words(task)
+    assert words == [" backward", " nus", " sun", " this", " word", "Spell", "example"]
+    tokenizer, letters = char_tokenizer(words), char_tokenizer()
+    prompt = task.instance("train", 0).prompt
+    assert len(tokenizer.encode(prompt)) < 0.5 * len(letters.encode(prompt)) == 0.5 * len(prompt)
+    for text in (prompt, "Spelling this sunny word: Spell", "this this  this", "sun\nsun"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("sunny")) == 5  # a part of another word is spelled
+    assert len(tokenizer.encode(" sun")) == 1
+    assert common_words(load_task(TASK)) == []  # digits to be sorted: one token for each character, as without

@@ -142,6 +142,21 @@ def test_every_generator_asks_and_judges(name):
             assert 0 <= task.score(instance, wrong).reward <= 1
 
 
+def test_generators_that_follow_string_hashing_are_the_same_where_it_is_fixed():
+    code = (
+        "import sys; from async_rl.tasks.registry import load_task\n"
+        "for name in sys.argv[1:]:\n"
+        "    task = load_task({'kind': 'reasoning_gym', 'name': name, 'style': 'plain', 'size': 4, 'eval_size': 1})\n"
+        "    asked = task.instance('train', 1)\n"
+        "    print(task.score(asked, asked.answer).reward, repr(asked.prompt))\n"
+    )
+    command = [sys.executable, "-P", "-c", code, *sorted(HASH_ORDERED)]
+    env = {**os.environ, "PYTHONHASHSEED": "0"}
+    said = [subprocess.run(command, env=env, capture_output=True, text=True).stdout for _ in range(2)]
+    assert said[0] == said[1]
+    assert [line.partition(" ")[0] for line in said[0].splitlines()] == ["1.0"] * len(HASH_ORDERED)
+
+
 def test_an_answer_that_a_verifier_cannot_read_is_wrong_and_no_failure():
     task = gym("prime_factorization", style="plain")
     instance = task.instance("train", 0)
