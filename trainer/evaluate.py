@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +35,8 @@ from async_rl.run.directory import RUNS, RunDirectory
 from async_rl.run.local import run_all
 from async_rl.run.metrics import Record, eval_sets_of, read_metrics
 from trainer.best import BEST, read_score
-from trainer.checkpoint import LEARNER, MANIFEST, check_checkpoint, checkpoints, write_checkpoint
-from trainer.export import FINAL, MODEL_FILE, Policy, read_policy
+from trainer.checkpoint import checkpoints, write_checkpoint
+from trainer.export import FINAL, MODEL_FILE, Policy, export, read_policy
 from trainer.optimizer_state import ADAPTER_FILE, COUNTERS_FILE, OPTIMIZER_FILE, Counters, read_counters, write_counters
 from trainer.state import State
 
@@ -45,10 +46,12 @@ Save = Callable[[Path], None]
 
 
 class Begin(NamedTuple):
-    """What the evaluating run begins with: its config, and what fills a checkpoint's folder; None: it begins anew."""
+    """What the evaluating run begins with: its config, and what fills a checkpoint's folder; None: it begins anew.
+    `temporary` is to be taken away afterwards."""
 
     config: Config
     save: Save | None
+    temporary: Path | None = None
 
 
 # --- which policy ----------------------------------------------------------------------------------------------------
@@ -79,15 +82,18 @@ def choose(run: Path, version: str) -> tuple[str, Path | None]:
 
 
 def begin_with(config: Config, place: Path | None, *, foreign: bool) -> Begin:
-    """The config under which `place` is evaluated. `foreign`: an adapter of which the config may know nothing. Raises
+    """The config under which `place` is evaluated. A checkpoint of whole weights becomes a model in a folder that is to
+    be taken away. `foreign`: an adapter of which the config may know nothing. Raises
     AsyncRLError."""
     if place is None:
         return Begin(config, None)
     if (place / MODEL_FILE).is_file():  # a whole model takes the place of the base
         return Begin(replace(config, model=replace(config.model, path=str(place.resolve()), tiny=None)), None)
     if (place / COUNTERS_FILE).is_file() and read_counters(place).kind != "lora":
-        check_checkpoint(place)
-        return Begin(config, lambda folder: _copy(place, folder))
+        # A policy that is a change of weights needs those that it changes: version 0 is a model of its own.
+        folder = Path(tempfile.mkdtemp(prefix="async-rl-eval-"))
+        export(place, folder)
+        return Begin(replace(config, model=replace(config.model, path=str(folder), tiny=None)), None, folder)
     policy = read_policy(place)
     if config.trainer.kind != "lora":
         raise AsyncRLError(
@@ -107,13 +113,6 @@ def _for_adapter(config: Config, policy: Policy) -> Config:
     if policy.base_model and not model.path:
         model = replace(model, path=policy.base_model, tiny=None)
     return replace(config, trainer=trainer, model=model)
-
-
-def _copy(checkpoint: Path, folder: Path) -> None:
-    """What a backend has written."""
-    for path in checkpoint.iterdir():
-        if path.name not in (LEARNER, MANIFEST):
-            shutil.copy2(path, folder / path.name)
 
 
 def _write(policy: Policy, folder: Path) -> None:
@@ -234,7 +233,11 @@ def _main(options: argparse.Namespace) -> None:
     begin = begin_with(evaluating(config, options.n, options.samples), place, foreign=foreign)
     runs = options.source / EVALS if is_run else RUNS
     flags = ["--debug"] if options.debug else []
-    path, found = evaluate(begin, options.out, runs, flags, Console(stderr=True))
+    try:
+        path, found = evaluate(begin, options.out, runs, flags, Console(stderr=True))
+    finally:
+        if begin.temporary is not None:
+            shutil.rmtree(begin.temporary, ignore_errors=True)
     print(table(found))
     what = f"version {name} of {options.source}" if is_run else str(options.source)
     print(f"{what}; the evaluation's own run: {path}")

@@ -12,7 +12,7 @@ from async_rl.run.report.plot import EVAL, INK, TEAL, Plot, Trace, axis, layout,
 from async_rl.run.report.run_data import RunData
 from async_rl.run.report.tables import table
 
-COLOURS = (EVAL, TEAL, "#7a4fb5", "#b5651d", "#a83a6b", INK)
+COLOURS = (EVAL, "#7a4fb5", "#b5651d", "#a83a6b", TEAL, INK)
 WORDS = (
     "pass@k: how likely one of k answers to an instance passes, estimated without bias from all its samples; "
     "the bars are 95 % intervals, with instances as the units."
