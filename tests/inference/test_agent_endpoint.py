@@ -289,6 +289,25 @@ def test_a_cancelled_lease_ends_its_session_and_what_it_waits_for(told: Callable
     assert here.node.withdrawn
 
 
+def test_a_client_that_goes_away_leaves_nothing_in_the_engine_or_the_record(
+    told: Callable[..., AgentHouse],
+) -> None:
+    """So that one which gave up waiting, and asks again, is not recorded twice."""
+    here = told(lambda prompt: "x")
+    whole = here.node.engine.step
+    here.node.engine.step = lambda: []
+    (room,) = here.enter(1, 0)
+    with pytest.raises(openai.APITimeoutError):
+        client(room).with_options(timeout=0.5).completions.create(model="m", prompt="a")
+    while here.node.engine.active:
+        time.sleep(0.01)
+    here.node.engine.step = whole
+    client(room).completions.create(model="m", prompt="a")
+    (trajectory,) = here.leave(room)
+    assert len(here.node.withdrawn) == 1
+    assert [text_of(here.tokenizer, trajectory)] == ["ax</s>"]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

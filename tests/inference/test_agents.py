@@ -215,6 +215,21 @@ def test_a_driver_says_at_once_what_this_machine_lacks() -> None:
         AgentDriver(task, None)
 
 
+def test_a_cancelled_lease_ends_its_program(play: Callable[..., tuple[Trajectory, PlayHouse]], tmp_path: Path) -> None:
+    _, house = play('ask("a")')
+    told = tmp_path / "told"
+    (tmp_path / "program.py").write_text(
+        f"import os, time; open({str(told)!r}, 'w').write(f'{{os.getpid()}} {{os.getcwd()}}\\n'); time.sleep(600)"
+    )
+    house.start(lease(2, 0))
+    house.run(until=lambda: told.exists() and told.read_text().endswith("\n"))
+    pid, folder = told.read_text().split()
+    house.cancel(2)
+    assert gone(int(pid))
+    house.run(until=lambda: not Path(folder).exists())
+    assert (2, 0) not in house.done
+
+
 def test_folders_are_private_and_taken_away(play: Callable[..., tuple[Trajectory, PlayHouse]]) -> None:
     program = 'ask("a"); open("left", "w"); print(os.getcwd(), oct(os.stat(".").st_mode & 0o777), os.environ["TMPDIR"])'
     _, house = play(program, scored="stdout")
