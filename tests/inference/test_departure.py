@@ -16,7 +16,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.messages import GiveBack, HandOver, Lease, LeaseSamples, Message, NodeDraining, SamplingParams
 from inference.departure import Departure
 from inference.engine import Completion, Request
-from inference.rollout import RolloutBook, ToScore
+from inference.rollout import Attempt, RolloutBook, ToScore
 from inference.served_calls import SIGNALS_S
 from inference.served_engine import ServedEngine
 from inference.server import EngineDied
@@ -112,6 +112,24 @@ def test_it_says_so_and_gives_back_at_once_what_has_not_begun(qwen):
     assert place.engine.active == 3
     place.departure.refuse(lease(4, 0, 1))
     assert given_back(place)[-1] == LeaseSamples(4, (0, 1))
+
+
+def test_attempts_of_several_calls_go_on_until_the_grace_is_over_and_are_given_back_then(qwen):
+    place = Place(qwen, slots=1)
+    place.book = RolloutBook(TASK, Tokens(), "node", "torch", plays=("",))
+    place.departure = Departure(
+        place.book, place.serving, "continue", lambda message, blobs: place.said.append(message)
+    )
+    assert [type(each) for each in place.book.open(lease(1, 0, 1))] == [Attempt, Attempt]
+    for call in (-1, -2):  # one runs, one waits for the slot
+        place.serving.submit(Request((1, call), qwen.prompt(1, 4), SamplingParams(1.0, NEW), 7))
+    place.engine.step()
+    place.departure.begin(100.0, 5.0, "test")
+    assert place.said == [NodeDraining(5.0)], "a call that waits is no sample"
+    assert [request.key for request in place.serving.waiting()] == [(1, -2)]
+    place.departure.leave()
+    assert given_back(place) == [LeaseSamples(1, (0, 1))]
+    assert not place.book.leases()
 
 
 def test_it_samples_until_a_second_before_the_end_or_until_nothing_is_left(qwen):
