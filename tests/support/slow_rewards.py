@@ -1,6 +1,6 @@
 """By hand, on an idle machine: what slow rewards do to sampling.
 
-    python -P tests/support/slow_rewards.py [--seconds 1.0] [--rounds 3] [--steps 40]
+    PYTHONPATH=.:tests/support python -P tests/support/slow_rewards.py [--seconds 1.0] [--rounds 3] [--steps 40]
 
 Two arms in turn, each a whole run of the tiny model: rewards that take `--seconds` each, and instant ones. The node is
 capped to 20 samples a second, 32 scoring workers, and a staleness bound that does not bind. Prints the rollout's tokens
