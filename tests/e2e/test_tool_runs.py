@@ -13,7 +13,7 @@ from async_rl.config import load_config
 from async_rl.run.model_cache import model_path
 from async_rl.trajectory import segment_arrays
 
-STEPS = 24
+STEPS = 20
 CONFIG = f"""
 [run]
 name = "tool"
@@ -74,13 +74,14 @@ def test_a_two_turn_tool_task_is_learned_and_every_trained_token_is_as_it_was_sa
 
     rewards = [record["reward"] for record in records(run)]
     assert len(rewards) == STEPS
-    assert np.mean(rewards[-6:]) > 1.4 * np.mean(rewards[:4]), str(rewards)
+    assert np.mean(rewards[-6:]) > 1.25 * np.mean(rewards[:3]), str(rewards)
     assert summary(run)["staleness"]["max"] <= 2
 
     trained = kept.trained()
     assert len(trained) >= (STEPS - 2) * 128  # the last batches may have come after the last look
     turns = [sum(arrays.mask[1:] < arrays.mask[:-1]) for each in trained for arrays in segment_arrays(each)]
-    assert np.mean(np.array(turns) == 2) > 0.5, "most have two turns"
+    asks = [float(np.mean(np.array(part) == 2)) for part in (turns[: 3 * 128], turns[-6 * 128 :])]
+    assert asks[1] > asks[0] + 0.15, "it has found out that asking pays"
     worst = largest_difference(model_path(load_config(str(config))), kept, trained)
-    print(f"rewards {rewards[:4]} -> {rewards[-6:]}; {len(trained)} attempts; largest |Δμ| {worst:.2e} nats")
+    print(f"rewards {rewards[:3]} -> {rewards[-6:]}, asks {asks}; {len(trained)} attempts, |Δμ| up to {worst:.2e} nats")
     assert worst <= TOLERANCE
