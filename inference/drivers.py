@@ -9,7 +9,7 @@ from typing import Any
 from async_rl.config import Config, ConfigError, longest_attempt
 from async_rl.eval_config import eval_tasks
 from async_rl.tasks.agent import Agent
-from async_rl.tasks.environment import EnvironmentTask
+from async_rl.tasks.environment import EnvironmentTask, check_attempts
 from inference.agents import AgentDriver
 from inference.environments import EnvironmentDriver
 from inference.episodes import Driver, Episodes, Limits
@@ -35,12 +35,10 @@ def make_driver(task: Any, table: Mapping[str, Any], config: Config, tokenizer: 
     """What plays the attempts of a task, of this [task] table; None for one that asks once. Raises ConfigError."""
     if hasattr(task, "environment"):
         check_environment_task(task, table)
-        check_room(table, config)
-        check_time(table, config, task.limits.time_limit)
+        check_attempts(table, config, task.limits.time_limit)
         return EnvironmentDriver(task, table, tokenizer, config.inference.episodes.workers)
     if isinstance(task, Agent):
-        check_room(table, config)
-        check_time(table, config, task.options.time_limit)
+        check_attempts(table, config, task.options.time_limit)
         return AgentDriver(task, tokenizer)
     return None
 
@@ -51,23 +49,4 @@ def check_environment_task(task: Any, table: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"[task] kind = {table.get('kind')!r} makes environments, and lacks {lacking}: see "
             "async_rl/tasks/environment.py"
-        )
-
-
-def check_room(table: Mapping[str, Any], config: Config) -> None:
-    """That the buffer keeps room for attempts of several calls."""
-    inference = config.inference
-    if not inference.episodes.max_tokens:
-        raise ConfigError(
-            f"[task] kind = {table.get('kind')!r} has attempts of several turns, and the buffer has to keep room for "
-            f"them: set the most tokens of one, --set inference.episodes.max_tokens={inference.max_context} or more"
-        )
-
-
-def check_time(table: Mapping[str, Any], config: Config, limit_s: float) -> None:
-    """That no attempt's lease ends before its own limit does: those that take long would be lost."""
-    if limit_s >= config.buffer.lease_timeout:
-        raise ConfigError(
-            f"[task] kind = {table.get('kind')!r} gives an attempt time_limit = {limit_s:g} s, and its lease is taken "
-            f"back after [buffer] lease_timeout = {config.buffer.lease_timeout:g} s: make the first smaller"
         )

@@ -32,6 +32,7 @@ from async_rl.routes import SGLANG_SEES_NO_DENSE, dense_unseen_by_sglang, read_c
 from async_rl.run.launch import child_environment
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import HOUSE, check_house
+from async_rl.tasks.environment import EnvironmentTask, check_attempts
 from async_rl.tasks.registry import instance_sources, known_instances, load_task
 from async_rl.trainer_config import adapts_feed_forward, describe_trainer
 from async_rl.wire.keys import ServiceKeys, dial_keys
@@ -213,6 +214,8 @@ def check_trackers(config: Config) -> None:
 def check_task(config: Config) -> None:
     """Raises ConfigError for a task, or a key of its own, that is not known, or one that [buffer] cannot use."""
     task = load_task(config.task)
+    if isinstance(task, EnvironmentTask):
+        check_attempts(config.task, config, task.limits.time_limit)
     instance_sources(config)
     known_instances(config)
     for each in eval_sets(config):

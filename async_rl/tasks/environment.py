@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
-from async_rl.schema import Count, PositiveFloat, PositiveInt, Section
+from async_rl.config import Config
+from async_rl.schema import ConfigError, Count, PositiveFloat, PositiveInt, Section
 from async_rl.tasks.task import Instance, Split
 
 Message = Mapping[str, Any]
@@ -90,3 +91,19 @@ class EnvironmentTask(Protocol):
     def instance(self, split: Split, instance: int) -> Instance: ...
 
     def environment(self) -> Environment: ...
+
+
+def check_attempts(table: Mapping[str, Any], config: Config, limit_s: float) -> None:
+    """A run whose task, of this [task] table, has attempts of several calls, each of at most so many seconds. Raises
+    ConfigError where the buffer keeps no room for them, or takes a lease back before its attempts may be over."""
+    inference, lease_s = config.inference, config.buffer.lease_timeout
+    if not inference.episodes.max_tokens:
+        raise ConfigError(
+            f"[task] kind = {table.get('kind')!r} has attempts of several turns, and the buffer has to keep room for "
+            f"them: set the most tokens of one, --set inference.episodes.max_tokens={inference.max_context} or more"
+        )
+    if limit_s >= lease_s:
+        raise ConfigError(
+            f"[task] kind = {table.get('kind')!r} gives an attempt time_limit = {limit_s:g} s, and its lease is taken "
+            f"back after [buffer] lease_timeout = {lease_s:g} s: make the first smaller"
+        )
