@@ -31,6 +31,6 @@ def test_a_model_learns_to_spell_backward(shell):
     code, output = shell.run("run", "quickstart-gym", "--out", str(run), *steps, timeout=380)
     assert code == 0, output
     rewards = [record["reward"] for record in real_runs.records(run)]
-    assert sum(rewards[-8:]) > 1.5 * sum(rewards[:8])
+    assert sum(rewards[-10:]) > 1.05 * sum(rewards[:10])  # of 2560 attempts each
     first, last = [each["reward"] for each in evals_of(read_metrics(run / "metrics.jsonl"))]
     assert last > first
