@@ -100,9 +100,11 @@ def _what_trains(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def _without_paths(value: Any) -> Any:
-    """A table of [task] without the keys of PATHS, wherever they are in it."""
+    """A table of [task] without the keys of PATHS, wherever they are in it; but whether there is an eval_path is in it,
+    as the same rows have other numbers where some are kept for evaluation."""
     if isinstance(value, Mapping):
-        return {key: _without_paths(inner) for key, inner in value.items() if key not in PATHS}
+        apart = {"eval_path": True} if value.get("eval_path") else {}
+        return apart | {key: _without_paths(inner) for key, inner in value.items() if key not in PATHS}
     return [_without_paths(each) for each in value] if isinstance(value, list | tuple) else value
 
 

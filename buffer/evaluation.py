@@ -31,6 +31,10 @@ def eval_room(slots: int, eval_share: float) -> int:
     return max(1, int(slots * eval_share))
 
 
+def _same_set(one: Running | EvalRequested, other: EvalRequested) -> bool:
+    return (one.policy, one.eval_set) == (other.policy, other.eval_set)
+
+
 class Running:
     """The evaluation under way, of `n` samples; that at place p is sample p % samples of instance p // samples.
     `rewards` has one for each place, not a number until there is one; `cancelled` counts those that will have none."""
@@ -53,6 +57,9 @@ class Running:
     @property
     def closed(self) -> int:
         return self.evaluated + self.cancelled
+
+    def has_shape_of(self, request: EvalRequested) -> bool:
+        return (self.n, self.samples) == (request.n * request.samples, request.samples)
 
     def message(self, lease: EvalLease, run_seed: int) -> Lease:
         """The lease as its node is told of it."""
@@ -95,9 +102,13 @@ class Evaluations:
         self._share, self._max_tries = eval_share, max_tries
 
     def request(self, request: EvalRequested) -> None:
-        """Asked again by a trainer that was started again, it runs once."""
-        known = [(waiting.policy, waiting.eval_set) for waiting in (self.current, *self._queue) if waiting is not None]
-        if (request.policy, request.eval_set) not in known:
+        """Asked again by a trainer that was started again, it runs once; of as many samples as were asked for last."""
+        for place, waiting in enumerate(self._queue):
+            if _same_set(waiting, request):
+                self._queue[place] = request
+                return
+        current = self.current
+        if current is None or not _same_set(current, request) or not current.has_shape_of(request):
             self._queue.append(request)
 
     def start_next(self, now: float, ready: Iterable[Node]) -> None:

@@ -75,7 +75,8 @@ def choose(run: Path, version: str) -> tuple[str, Path | None]:
     """Name and place of a version; "" is the final one, or the newest checkpoint of a run that has not come so far.
     Raises AsyncRLError naming those there are."""
     found = kept_versions(run)
-    name = version or ("final" if "final" in found else list(found)[-1])
+    default = ["final"] + [str(int(folder.name[1:])) for folder in checkpoints(run / "checkpoints")] + list(found)[::-1]
+    name = version or next(each for each in default if each in found)
     if name not in found:
         raise AsyncRLError(f"{run} has no version {name!r} to evaluate; there are {', '.join(found)}")
     return name, found[name]

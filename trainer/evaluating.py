@@ -54,8 +54,12 @@ class Evaluating:
 
     def take(self, result: EvalResult) -> Record | None:
         """The record of a result; None of a past that was given up, or reported before the buffer was started again,
-        and once more now."""
-        request = self._pending.pop((result.policy, result.eval_set), None)
+        and once more now. What has another number of samples than was asked for was asked before the config was
+        changed: the buffer knows of both, and the other is still to come."""
+        request = self._pending.get((result.policy, result.eval_set))
+        if request is not None and result.rewards and len(result.rewards) != 8 * request.n * request.samples:
+            return None
+        self._pending.pop((result.policy, result.eval_set), None)
         if all(policy != result.policy for policy, _ in self._pending):
             self._publisher.pin(result.policy, False)  # also what a trainer that is gone has pinned
         if request is None:

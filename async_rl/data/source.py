@@ -13,6 +13,7 @@ import difflib
 import glob
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -125,8 +126,14 @@ def _problems(source: SourceConfig) -> Iterator[str]:
     for key in ("config", "revision", "split", "eval_split"):
         if source.path and getattr(source, key) != getattr(default, key):
             yield f"{key} is of data sets of the hub: remove it, or give `name` in place of `path`"
+    if source.path and source.eval_path and Path(source.path) == Path(source.eval_path):
+        yield "eval_path is what is trained on: name other data, or set eval_rows alone, which keeps rows for evaluation"
+    if source.name and source.eval_split == source.split:
+        yield "eval_split is what is trained on: name another, or set eval_rows alone, which keeps rows for evaluation"
     if source.name and source.eval_path:
         yield "eval_path is of files: remove it, or give `path` in place of `name`"
+    if source.weight is not None and not math.isfinite(source.weight):
+        yield f"weight = {source.weight} is no number that turns can be shared out by"
     if source.streaming and not source.size:
         yield "streaming = true needs `size`, how many rows an epoch has: nobody counts a stream"
     if source.streaming and (source.eval_split or source.eval_path) and not source.eval_rows:
@@ -228,7 +235,7 @@ def _rows(source: SourceConfig, evaluation: bool, skipped: int, size: int | None
     kept = None if keep is None else _kept(data, keep, None if any(f.function for f in source.filter) else asked, where)
     total = len(data) if kept is None else len(kept)
     end = total if size is None else skipped + size
-    if end > total or end == skipped:
+    if end > total or end <= skipped:
         wanted = f"{size} rows" if size else "any row"
         what = f" after {skipped} kept for evaluation" if skipped else ""
         raise ConfigError(

@@ -43,16 +43,17 @@ class ForwardRows:
     def _read_up_to(self, block: int) -> None:
         if self._next < 0 or block < self._next:
             self._stream, self._next, self.opened = self._open(), 0, self.opened + 1
-        passed = sum(1 for _ in itertools.islice(self._stream, (block - self._next) * self._block))
+        # Until this has been read: a stream that failed is over, and has to be begun again.
+        first, self._next = self._next, -1
+        passed = sum(1 for _ in itertools.islice(self._stream, (block - first) * self._block))
         rows = list(itertools.islice(self._stream, self._block))
-        there = self._next * self._block + passed + len(rows)
-        self._next = block + 1
-        if there < min(self._next * self._block, self.size):
-            self._next = -1
+        there = first * self._block + passed + len(rows)
+        if there < min((block + 1) * self._block, self.size):
             raise AsyncRLError(
                 f"{self._where}: the stream ends after {there} rows, and it should have {self.size}: set `size` (or "
                 "`eval_rows`) to what there is, on every machine"
             )
+        self._next = block + 1
         self._kept[block] = rows
         while len(self._kept) > KEPT_BLOCKS:
             self._kept.popitem(last=False)

@@ -55,6 +55,15 @@ def test_the_same_model_in_another_place_under_other_settings_of_the_machine_is_
     assert difference(reference, fingerprint(other, elsewhere)) == ""
 
 
+def test_where_the_data_lie_may_differ_and_how_they_are_cut_may_not(model: Path) -> None:
+    def of(**source: Any) -> dict[str, str]:
+        return fingerprint(settings(task={"source": [{"path": "a.jsonl", "eval_rows": 10, **source}]}), model)
+
+    assert of(path="b.jsonl") == of()
+    assert of(eval_path="c.jsonl") == of(eval_path="d.jsonl")
+    assert of(eval_path="c.jsonl")["[task]"] != of()["[task]"]  # here the first ten rows are not trained on
+
+
 FILES: dict[str, Callable[[Path], object]] = {
     "model config": lambda model: (model / "config.json").write_text("{}"),
     "weights": lambda model: write_weights(model / "model.safetensors", [8, 16], b"\x00" * 16),

@@ -133,6 +133,23 @@ def test_evaluations_wait_their_turn_and_each_has_its_own_time(tools):
     assert finished.seconds == 2.0
 
 
+def test_one_that_is_asked_again_with_other_samples_takes_the_place_of_what_waits_or_follows_what_runs(tools):
+    play = tools.play()
+    play.node("a", slots=2)
+    (first,) = evals(tools, request(play, 1))
+    request(play, 3)
+    request(play, 2)
+    effects = play.result(first, 0, reward=1.0)
+    results = tools.of(EvalFinished, effects)
+    leases = evals(tools, effects)
+    while leases:
+        effects = play.result(leases.pop(0), 0, reward=0.5)
+        leases += evals(tools, effects)
+        results += tools.of(EvalFinished, effects)
+    assert [result.rewards for result in results] == [packed([1.0]), packed([0.5, 0.5])]
+    assert play.replay.evaluations.idle
+
+
 def test_evaluation_of_a_policy_never_published_ends_the_run(tools):
     play = tools.play()
     play.publish()

@@ -172,6 +172,9 @@ def test_a_missing_column_is_one_error_with_the_columns_that_there_are(files, ke
         ({"block": 3}, "block has no meaning"),
         ({"size": 9}, "there are 5 rows, too few for 9 rows"),
         ({"eval_rows": 5}, "there are 5 rows, too few for any row after 5 kept for evaluation"),
+        ({"eval_rows": 9}, "there are 5 rows, too few for any row after 9 kept for evaluation"),
+        ({"weight": float("inf")}, "weight = inf is no number"),
+        ({"name": "x", "path": "", "eval_split": "train"}, "eval_split is what is trained on"),
         ({"filter": [{"column": "level", "min": 9}]}, "there are 0 rows that its filters leave"),
         ({"filter": [{"column": "level"}]}, "has no condition"),
         ({"filter": [{"min": 1}]}, "either `column`"),
@@ -188,6 +191,12 @@ def test_a_missing_column_is_one_error_with_the_columns_that_there_are(files, ke
 def test_what_does_not_go_together_or_is_not_there_is_refused(files, keys, says):
     with pytest.raises(ConfigError, match=says):
         task({"path": str(files("jsonl", 5)), **keys})
+
+
+def test_what_is_trained_on_is_not_evaluated_on(files):
+    path = str(files("jsonl", 5))
+    with pytest.raises(ConfigError, match="eval_path is what is trained on"):
+        task({"path": path, "eval_path": path})
 
 
 def test_sources_are_weighed_all_or_none_and_there_is_one(files):

@@ -58,6 +58,23 @@ def test_a_stream_that_is_shorter_than_it_should_be_says_so(there):
         assert rows[9] == {"n": 9}  # what there is can still be had
 
 
+def test_a_stream_that_broke_off_is_begun_again():
+    begun = []
+
+    def begin():
+        begun.append(1)
+        for n in range(40):
+            if len(begun) == 1 and n == 25:
+                raise OSError("the network is away")
+            yield {"n": n}
+
+    rows = ForwardRows(begin, 40, 10, "here")
+    assert rows[15] == {"n": 15}
+    with pytest.raises(OSError, match="network"):
+        rows[35]
+    assert (rows[35], rows.opened) == ({"n": 35}, 2)
+
+
 def test_a_longer_one_ends_where_it_should():
     rows = ForwardRows(Stream(1000).begin, 15, 10, "here")
     assert [rows[n]["n"] for n in range(15)] == list(range(15))
