@@ -274,7 +274,8 @@ class Node:
         if self._departure.began:
             self._departure.refuse(lease)
         else:
-            self._start(lease, lambda: self._book.open(lease))
+            with self._book.reading(self._watchdog.working):
+                self._start(lease, lambda: self._book.open(lease))
 
     def _on_take_over(self, received: Received) -> None:
         """Go on with what another node began; if this one leaves too by now, whoever is next does."""

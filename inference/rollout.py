@@ -8,7 +8,8 @@ attempt per sample, to be played.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,9 +117,14 @@ class RolloutBook:
         self._left: dict[int, set[int]] = {}
         self._sampled: dict[Key, Completion] = {}
         self._plays = frozenset(plays)
+        self._reads = any(getattr(each, "reads_forward", False) for each in (task, *self._eval_tasks.values()))
         self._played: dict[Key, Played] = {}
         self.closed_training_samples = 0
         """Samples of training leases that need this node no longer: delivered, failed or cancelled."""
+
+    def reading(self, working: Callable[[str], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+        """Around `open`: a watchdog's patience where making an instance may mean to read much of a stream."""
+        return working("reads its data up to what was leased") if self._reads else nullcontext()
 
     def open(self, lease: Lease) -> list[Request] | list[Attempt]:
         """Build the instance, render and tokenise it, and make one request per sample; or one attempt to be played."""

@@ -33,13 +33,14 @@ from async_rl.run.pipes import frame
 from async_rl.scoring_config import ScoringSettings
 from async_rl.tasks.task import Split
 from inference.scoring_queue import ScoringQueue
-from inference.scoring_worker import Job, Ready, Setup, Verdict
+from inference.scoring_worker import Job, Reading, Ready, Setup, Verdict
 
 log = logging.getLogger("scoring")
 
 START_TIMEOUT_S = 120.0  # importing a task's package takes seconds, on a busy machine many
 MAX_FRAME_BYTES = 64 << 20
 READ_BYTES = 1 << 16
+ANSWER = Verdict | Reading
 IDLE_S = 60.0  # how long the thread sleeps when it waits for nothing
 END_S = 5.0  # for the thread to end its workers
 REAP_S = 1.0  # between a dying process's closed pipes and its exit code lie microseconds
@@ -179,7 +180,7 @@ class Scorer:
             ended = worker.advance()
             while (body := worker.take_frame()) is not None:
                 if worker.ready:
-                    self._answered(number, _read(body, Verdict))
+                    self._answered(number, _read(body, ANSWER))
                 else:
                     self._started(number, worker, _read(body, Ready))
             if ended:
@@ -195,9 +196,12 @@ class Scorer:
         worker.ready = True
         self._queue.started(number, ready.concurrency, ready.seconds)
 
-    def _answered(self, number: int, verdict: Verdict) -> None:
+    def _answered(self, number: int, answer: Verdict | Reading) -> None:
         try:
-            final = self._queue.answered(number, verdict, time.monotonic())
+            if isinstance(answer, Reading):
+                self._queue.reads(number, answer, time.monotonic())
+                return
+            final = self._queue.answered(number, answer, time.monotonic())
         except KeyError:
             raise WorkerFailed("the scoring worker answered what it was not asked") from None
         self._deliver([final] if final is not None else [])
@@ -222,11 +226,11 @@ class Scorer:
             self._results.put(Scored(key, verdict.reward, verdict.components, verdict.seconds, verdict.error))
 
 
-def _read(body: bytes, kind: type[Any]) -> Any:
+def _read(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise WorkerFailed(f"the scoring worker sent what is no {kind.__name__}: {error}") from error
+        raise WorkerFailed(f"the scoring worker sent what is no {getattr(kind, '__name__', kind)}: {error}") from error
 
 
 class WorkerFailed(AsyncRLError):

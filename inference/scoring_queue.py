@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from inference.scoring_worker import Job, Verdict
+from inference.scoring_worker import Job, Reading, Verdict
 
 BATCH = 16  # completions in a worker's pipe at once: more saves little, and all wait behind one that hangs
 BATCH_S = 0.01  # of work in a worker's pipe: what takes longer is not kept from another worker that has none
 RECENT = 0.1  # the share of the last completion in the mean time of one
+READ_S = 3600.0  # for a worker to read data up to an instance: it is no fault of the completion, nor of its reward
 MAX_REASON = 160  # characters; a note has 200
 
 
@@ -40,6 +41,12 @@ class Seat:
     sent: dict[int, Waiting] = field(default_factory=dict)
     begun: dict[int, float] = field(default_factory=dict)
     """Since when the worker may be at which: the first `concurrency` of those sent."""
+    reading: set[int] = field(default_factory=set)
+    """Those of which it still looks for the instance."""
+
+    def limit(self, number: int, timeout_s: float) -> float:
+        """Seconds from when it began."""
+        return READ_S if number in self.reading else timeout_s + self.seconds
 
 
 class ScoringQueue:
@@ -92,12 +99,21 @@ class ScoringQueue:
         self._begin(seat, now)
         return taken
 
+    def reads(self, worker: int, reading: Reading, now: float) -> None:
+        """Its time begins anew when the instance is found. Raises KeyError as `answered` does."""
+        seat = self._seats[worker]
+        if reading.number not in seat.begun:
+            raise KeyError(reading.number)
+        seat.begun[reading.number] = now
+        (seat.reading.discard if reading.done else seat.reading.add)(reading.number)
+
     def answered(self, worker: int, verdict: Verdict, now: float) -> Verdict | None:
         """The verdict, or None when the completion is to be scored again. Raises KeyError for one that the worker was
         not sent."""
         seat = self._seats[worker]
         waiting = seat.sent.pop(verdict.number)
         seat.begun.pop(verdict.number, None)
+        seat.reading.discard(verdict.number)
         self._begin(seat, now)
         self._mean_s += RECENT * (verdict.seconds - self._mean_s)
         return self._failed(waiting, verdict.error, verdict.seconds) if verdict.error else verdict
@@ -105,13 +121,15 @@ class ScoringQueue:
     def deadline(self, worker: int, timeout_s: float) -> float | None:
         """When the first of those that it works on is late; None when it works on none."""
         seat = self._seats[worker]
-        return min(seat.begun.values()) + timeout_s + seat.seconds if seat.begun else None
+        return min((since + seat.limit(number, timeout_s) for number, since in seat.begun.items()), default=None)
 
     def late(self, worker: int, timeout_s: float, now: float) -> list[Verdict]:
         """The worker was killed since something took too long: that has failed; the others are innocent."""
         seat = self._seats.pop(worker)
         limit = timeout_s + seat.seconds
-        late = [number for number, since in seat.begun.items() if now - since >= limit]
+        late = [number for number, since in seat.begun.items() if now >= since + seat.limit(number, timeout_s)]
+        if any(number in seat.reading for number in late):
+            return self._leave(seat, late, f"reading its data took longer than {READ_S:g} s: worker killed", READ_S)
         why = f"scoring one completion took longer than {limit:g} s: worker killed"
         return self._leave(seat, late, why, limit)
 

@@ -1,8 +1,9 @@
 """A scoring worker's process: it builds the task, and judges what it is sent.
 
 The node speaks to it over its standard input and output in frames (async_rl.run.pipes): `Setup`, answered with `Ready`,
-then a `Verdict` for every `Job`, until the input ends. Verdicts of a task that scores several at once, each in a thread
-of its own, come in any order. It imports nothing that is slow or optional.
+then a `Verdict` for every `Job`, until the input ends; with `Reading` before it where a task reads its data forward.
+Verdicts of a task that scores several at once, each in a thread of its own, come in any order. It imports nothing that
+is slow or optional.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,7 +50,14 @@ class Job(msgspec.Struct, array_like=True):
     eval_set: str
 
 
-class Verdict(msgspec.Struct, array_like=True):
+class Reading(msgspec.Struct, array_like=True, tag=True):
+    """The worker reads its task's data up to the instance of a job, or (`done`) has found it."""
+
+    number: int
+    done: bool
+
+
+class Verdict(msgspec.Struct, array_like=True, tag=True):
     number: int
     reward: float
     components: dict[str, float]
@@ -63,15 +72,20 @@ class Judge:
         rewards = getattr(task, "rewards", None)
         self.limit, self.seconds = (rewards.concurrency, rewards.seconds) if rewards else (1, 0.0)
         self._task = task
+        self._reads = getattr(task, "reads_forward", False)
         self._instances = functools.lru_cache(CACHED_INSTANCES)(functools.partial(instance_of, task))
         self._making, self._scoring = threading.Lock(), threading.BoundedSemaphore(self.limit)
 
-    def judge(self, job: Job) -> Verdict:
+    def judge(self, job: Job, tell: Callable[[Reading], None]) -> Verdict:
         """Whatever the verifier raises, or returns that is no score, becomes the verdict's error."""
         start = time.perf_counter()
         try:
+            if self._reads:
+                tell(Reading(job.number, False))
             with self._making:  # it is the rewards that several threads may ask, not the task
                 instance = self._instances(job.split, job.instance)
+            if self._reads:
+                tell(Reading(job.number, True))
             with self._scoring:
                 reward, components = self._task.score(instance, job.completion)
             score = Score(float(reward), {str(name): float(value) for name, value in components.items()})
@@ -98,10 +112,12 @@ def main(parent: int) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
     answering = threading.Lock()
 
-    def work(job: Job) -> None:
-        verdict = theirs.get(job.eval_set, ours).judge(job)
+    def tell(what: Verdict | Reading) -> None:
         with answering:
-            answer(verdict)
+            answer(what)
+
+    def work(job: Job) -> None:
+        tell(theirs.get(job.eval_set, ours).judge(job, tell))
 
     if ours.limit == 1:
         for body in jobs:

@@ -127,7 +127,7 @@ def _problems(source: SourceConfig) -> Iterator[str]:
         if source.path and getattr(source, key) != getattr(default, key):
             yield f"{key} is of data sets of the hub: remove it, or give `name` in place of `path`"
     if source.path and source.eval_path and Path(source.path) == Path(source.eval_path):
-        yield "eval_path is what is trained on: name other data, or set eval_rows alone, which keeps rows for evaluation"
+        yield "eval_path is what is trained on: name another, or set eval_rows alone, which keeps rows for evaluation"
     if source.name and source.eval_split == source.split:
         yield "eval_split is what is trained on: name another, or set eval_rows alone, which keeps rows for evaluation"
     if source.name and source.eval_path:

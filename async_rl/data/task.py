@@ -49,6 +49,10 @@ class DatasetTask:
         self._evaluated = [(source, rows) for source, rows in evaluated if rows is not None]
         self._eval_sources = [Source(rows.size, rows.size, int(source.streaming)) for source, rows in self._evaluated]
 
+    @property
+    def reads_forward(self) -> bool:
+        return any(source.streaming for source in self.config.source)
+
     @staticmethod
     def sources(config: DatasetConfig) -> tuple[Source, ...]:
         """How many training instances each source has, and its part of the tickets. Looks at the data of those alone

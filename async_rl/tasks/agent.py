@@ -55,6 +55,7 @@ class Agent:
         self.options = config
         self._of = load_task(config.of)
         self.rewards = load_rewards(config.reward) if config.reward else getattr(self._of, "rewards", None)
+        self.reads_forward = getattr(self._of, "reads_forward", False)
         self._own_rewards = bool(config.reward)
 
     def size(self, split: Split) -> int | None:

@@ -55,7 +55,8 @@ class Task(Protocol):
         """Judge a decoded completion. What it raises is a failed environment, never a reward of 0.
 
         A task whose score comes from [[task.reward]] tables has them as an attribute `rewards` (async_rl.rewards), by
-        which scoring knows how many completions may be scored at once, and how long that may take."""
+        which scoring knows how many completions may be scored at once, and how long that may take. One that has to read
+        its data up to an instance says so by an attribute `reads_forward`: then that has a limit of its own."""
 
 
 def instance_of(task: Task, split: Split, instance: int) -> Instance:

@@ -39,6 +39,8 @@ class WithTools:
         self.limits: EpisodeConfig = config
         self._style = config.style
         self._of = load_task(config.of)
+        self.rewards = getattr(self._of, "rewards", None)
+        self.reads_forward = getattr(self._of, "reads_forward", False)
         if hasattr(self._of, "environment"):
             raise ConfigError(
                 f"[task.of] kind = {config.of.get('kind')!r}: a task with tools of its own cannot have more"

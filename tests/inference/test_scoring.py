@@ -341,3 +341,15 @@ def test_a_set_of_evaluation_with_a_task_of_its_own_is_scored_by_that():
     assert {key: reward == 1.0 for key, reward in rewards.items()} == {
         ("", ""): True, ("", "short"): False, ("short", ""): False, ("short", "short"): True
     }
+
+
+def test_a_stream_that_has_to_be_read_far_is_no_late_score(scorers, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": "q", "a": str(n)}) + "\n" for n in range(40)))
+    (tmp_path / "slow_filters.py").write_text("import time\n\ndef keep(row):\n    time.sleep(0.05)\n    return True\n")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    source = {"path": str(tmp_path / "rows.jsonl"), "prompt": "q", "answer": "a", "streaming": True, "size": 40}
+    source |= {"block": 10, "filter": [{"function": "slow_filters:keep"}]}
+    scorer, results = scorers({"kind": "dataset", "source": [source]}, timeout_s=1.5, tries=3)
+    scorer.submit("far", "train", 39, "39")
+    scored = results.get(timeout=60)
+    assert (scored.error, scored.reward) == ("", 1.0)

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.scoring_queue import BATCH, ScoringQueue
-from inference.scoring_worker import Job, Verdict
+from inference.scoring_queue import BATCH, READ_S, ScoringQueue
+from inference.scoring_worker import Job, Reading, Verdict
 
 TIMEOUT_S = 10.0
 
@@ -172,3 +172,18 @@ def test_what_rewards_need_is_added_to_the_time_out() -> None:
     assert queue.deadline(0, TIMEOUT_S) == 140.0
     (verdict,) = queue.late(0, TIMEOUT_S, 140.0)
     assert verdict == Verdict(7, 0.0, {}, 40.0, "scoring one completion took longer than 40 s: worker killed")
+
+
+def test_while_a_worker_reads_its_data_there_is_another_limit_and_the_time_out_begins_when_it_has_found_it() -> None:
+    queue = ScoringQueue(1, 1)
+    queue.submit(Job(7, "train", 0, "", ""))
+    queue.start(0)
+    queue.started(0, 1, 0.0)
+    queue.take(0, 100.0)
+    queue.reads(0, Reading(7, False), 101.0)
+    assert queue.deadline(0, TIMEOUT_S) == 101.0 + READ_S
+    queue.reads(0, Reading(7, True), 500.0)
+    assert queue.deadline(0, TIMEOUT_S) == 500.0 + TIMEOUT_S
+    queue.reads(0, Reading(7, False), 501.0)
+    (verdict,) = queue.late(0, TIMEOUT_S, 501.0 + READ_S)
+    assert verdict.error == "reading its data took longer than 3600 s: worker killed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -198,3 +199,15 @@ def test_a_chat_models_calls_are_answered_as_messages_of_the_tool() -> None:
     turn = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     step = asyncio.run(environment.step(Said(turn, (), "stop")))
     assert step.observation == [{"role": "tool", "name": "calculator", "content": "42"}]
+
+
+def test_scoring_hears_of_the_inner_tasks_rewards_and_of_its_stream(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n')
+    source = {"path": str(tmp_path / "rows.jsonl"), "prompt": "q", "answer": "a", "streaming": True, "size": 1}
+    reward = {"kind": "http", "url": "http://127.0.0.1:9/score", "timeout": 30.0}
+    of = {"kind": "dataset", "source": [source], "reward": [reward]}
+    made: Any = load_task({"kind": "tools", "tools": ["calculator"], "of": of})
+    inner: Any = load_task(of)
+    assert (made.rewards.concurrency, made.rewards.seconds) == (inner.rewards.concurrency, inner.rewards.seconds)
+    assert inner.rewards.seconds >= 30.0
+    assert made.reads_forward
