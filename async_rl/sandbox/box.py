@@ -205,7 +205,8 @@ def verdict_of(program: Cell, judge: Cell, said: dict[str, Any] | None, seconds:
     an end of their own before that were given answers that they could not take."""
     ended, judged = program.reason(), judge.reason()
     if said is None:
-        return Verdict(0, 1, ended if ended not in ("ok", "told") else "result", f"its tests ended: {judged}", "", seconds)
+        why = ended if ended not in ("ok", "told") else "result"
+        return Verdict(0, 1, why, f"its tests ended: {judged}", "", seconds)
     reason = said["why"] if said["failed"] else "passed"
     if reason == "gone":
         reason = {"ok": "exit", "error": "exit", "told": "result"}.get(ended, ended)

@@ -50,11 +50,18 @@ def _section(table: Mapping[str, Any]) -> tuple[Any, Section]:
 
 def instance_sources(config: Config) -> tuple[Source, ...]:
     """What a run's training instances are gone through by, in epochs; empty when each ticket draws one independently.
-    A task class says by `sources(section)` that it is always asked so; others are where [buffer] epochs says so. Raises
-    ConfigError when there is no end to them, and what making a task raises."""
-    task_class, section = _section(config.task)
-    while isinstance(of := getattr(section, "of", None), Mapping):  # the questions of a task with tools, of an agent
-        task_class, section = _section(of)
+    A task class of ours says by `sources(section)` that it is always asked so; all are where [buffer] epochs says so,
+    and only then need one's own class be installed where the buffer runs. Raises ConfigError when there is no end to
+    them, and what making a task raises."""
+    table: Mapping[str, Any] = config.task
+    while True:
+        if table.get("kind") not in KINDS and not config.buffer.epochs:
+            return ()
+        task_class, section = _section(table)
+        of = getattr(section, "of", None)
+        if not isinstance(of, Mapping):
+            break
+        table = of  # the questions of a task with tools, of an agent
     if hasattr(task_class, "sources"):
         return tuple(task_class.sources(section))
     if not config.buffer.epochs:

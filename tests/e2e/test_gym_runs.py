@@ -14,7 +14,10 @@ SHORT = ["--set", "run.steps=2", "--set", "run.eval_samples=16", "--set", "buffe
          "--set", "inference.nodes=1", "--set", "model.tiny.accuracy_low=0.05"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["spell_backward", "gcd", "letter_counting", "count_bits", "syllogism"])
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in ("letter_counting", "count_bits", "syllogism")]
+
+
+@pytest.mark.parametrize("name", ["spell_backward", "gcd", *MORE])
 def test_a_task_is_another_one_by_one_line(shell, name):
     run = shell.folder / name
     code, output = shell.run(

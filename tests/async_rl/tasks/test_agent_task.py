@@ -56,3 +56,10 @@ def test_epochs_go_through_the_instances_of_the_task_that_it_works_on(monkeypatc
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_task(TABLE | changes)
+
+
+def test_a_task_of_ones_own_need_not_be_installed_where_the_buffer_runs_unless_epochs_ask_for_it() -> None:
+    table = {"model": {"path": "x"}, "task": {"kind": "not_installed_here:Task"}}
+    assert instance_sources(config_from_table(table, "a test")) == ()
+    with pytest.raises(ConfigError, match="not_installed_here"):
+        instance_sources(config_from_table(table | {"buffer": {"epochs": True}}, "a test"))
