@@ -216,7 +216,11 @@ def check_task(config: Config) -> None:
     task = load_task(config.task)
     if isinstance(task, EnvironmentTask):
         check_attempts(config.task, config, task.limits.time_limit)
-    instance_sources(config)
+    if not instance_sources(config) and getattr(task, "reads_forward", False):
+        raise ConfigError(
+            f"[task] kind = {config.task['kind']!r} reads its data forward, and the buffer would ask it in any order: "
+            "set [buffer] epochs = true"
+        )
     known_instances(config)
     for each in eval_sets(config):
         size = (load_task(each.task) if each.task else task).size("eval")

@@ -101,9 +101,10 @@ def eval_sets_of(records: Iterable[Record]) -> dict[str, list[Record]]:
     found: dict[str, dict[int, Record]] = {}
     for record in records:
         for item in record.get("evals") or ([record["eval"]] if record.get("eval") else []):
+            by_version = found.setdefault(set_of(item), {})
             if item["reward"] is not None:
-                found.setdefault(set_of(item), {})[int(item["version"])] = item
-    return {name: [by_version[version] for version in sorted(by_version)] for name, by_version in found.items()}
+                by_version[int(item["version"])] = item
+    return {name: [some[version] for version in sorted(some)] for name, some in found.items() if some}
 
 
 def evals_of(records: Iterable[Record]) -> list[Record]:

@@ -2,7 +2,8 @@
 
 `kind` is the name of a task that comes with async-rl, or `"module:Class"` to bring your own: any importable class
 with the shape of `async_rl.tasks.task.Task`. Pools start with Python's safe path, so the module must be installed or
-lie in a folder named in PYTHONPATH, on every machine that runs a node. Modules are imported only when asked for.
+lie in a folder named in PYTHONPATH, on every machine that runs a node, and where [buffer] has epochs or a history on
+the buffer's too. Modules are imported only when asked for.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from async_rl.config import Config, ConfigError
+from async_rl.config import BufferConfig, Config, ConfigError
 from async_rl.data.order import Source
+from async_rl.data.task import DatasetTask
 from async_rl.run.checks import check_task
 from async_rl.tasks.registry import instance_sources, known_instances, load_task
 from async_rl.tasks.task import TaskError, instance_of
@@ -224,6 +225,18 @@ def test_the_buffer_learns_sizes_and_shares_and_looks_only_where_it_must(files):
     assert instance_sources(by_size) == (Source(30, 3, 0), Source(10, 1, 4))
     nowhere = config({"path": "elsewhere/x.jsonl", "size": 70, "weight": 0.5}, {"path": path, "weight": 1.5})
     assert instance_sources(nowhere) == (Source(70, 1, 0), Source(30, 3, 0))
+
+
+class Mine(DatasetTask):
+    """A class from elsewhere, as the registry sees it."""
+
+
+def test_a_task_class_from_elsewhere_that_reads_forward_needs_epochs(files):
+    source = {**COLUMNS, "path": str(files("jsonl", 30)), "size": 20, "streaming": True, "block": 4}
+    table = {"kind": f"{__name__}:Mine", "source": [source]}
+    with pytest.raises(ConfigError, match=r"reads its data forward.*set \[buffer\] epochs = true"):
+        check_task(Config(task=table))
+    check_task(Config(task=table, buffer=BufferConfig(epochs=True)))
 
 
 def test_a_history_needs_sources_that_can_be_asked_again(files):

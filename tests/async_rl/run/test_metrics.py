@@ -90,3 +90,6 @@ def test_evaluations_are_kept_apart_by_set_and_the_first_one_is_that_of_the_whol
     versions = {name: [item["version"] for item in items] for name, items in sets.items()}
     assert versions == {"easy": [0, 2], "hard": [0, 2]}
     assert evals_of(records) == sets["easy"]
+    cancelled = [{"eval": {"set": "easy", "version": 0, "reward": None}}]
+    assert evals_of(cancelled + records[1:]) == [records[2]["eval"]]
+    assert list(eval_sets_of(cancelled + records[1:2])) == ["hard"]
