@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from async_rl.errors import AsyncRLError
-from async_rl.sandbox.inside import EXIT_NAMES, WALL_MISSING
+from async_rl.sandbox.inside import EXIT_NAMES
 from async_rl.sandbox.limits import Limits
 
 READ_BYTES = 1 << 16
@@ -63,9 +63,8 @@ class Cell:
         """Why it ended. Raises SandboxError when that was no doing of its own."""
         end = self.end
         assert end is not None
-        texts = self.texts()
-        if "missing" in end or end["code"] == WALL_MISSING:
-            raise SandboxError(refusal(end.get("missing", texts[1])))
+        if "missing" in end:
+            raise SandboxError(refusal(end["missing"]))
         if self.flooded:
             return "output"
         reason = reason_of(end["why"], end["code"], end["cpu"], self.limits)

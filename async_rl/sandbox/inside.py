@@ -18,7 +18,7 @@ from async_rl.sandbox.channel import Channel
 from async_rl.sandbox.judging import judge
 from async_rl.sandbox.values import NotPlain, decode, encode
 
-WALL_MISSING, MEMORY, FORBIDDEN, PROCESSES, DISK, FILES = range(80, 86)  # exit codes
+MEMORY, FORBIDDEN, PROCESSES, DISK, FILES = range(81, 86)  # exit codes
 EXIT_NAMES = {MEMORY: "memory", FORBIDDEN: "forbidden", PROCESSES: "processes", DISK: "disk", FILES: "files"}
 SOURCE = "<program>"
 MOST_TEXT = 300  # characters of what an exception says

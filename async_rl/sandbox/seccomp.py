@@ -40,7 +40,11 @@ KILLED = {
     "personality": (135, 92), "migrate_pages": (256, 238), "move_pages": (279, 239), "vmsplice": (278, 75),
     "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "uselib": (134, None),
 }  # fmt: skip
-REFUSED = {"execve": (59, 221), "execveat": (322, 281)}  # EPERM: there is nothing to run, and `subprocess` says so
+REFUSED = {
+    "execve": (59, 221), "execveat": (322, 281),  # EPERM: there is nothing to run, and `subprocess` says so
+    "setrlimit": (160, 164),  # by which a program could have the kernel kill it as if it came from outside
+}  # fmt: skip
+PRLIMIT, NEW_LIMIT = (302, 261), 2  # refused with new limits: that argument; it is how limits are read, too
 SOCKET, CLONE, CLONE3, PRCTL = (41, 198), (56, 220), (435, 435), (157, 167)
 PR_SET_PDEATHSIG = 1  # by which a cell could outlive its keeper
 
@@ -73,6 +77,10 @@ def program(machine: str = platform.machine()) -> bytes:
     # Its flags lie in memory, where a filter cannot look: libraries then take clone, whose flags are an argument.
     lines += [instruction(EQUAL, CLONE3[column], 0, 1), instruction(RETURN, ERRNO | errno.ENOSYS)]
     lines += [instruction(ABOVE, NEWEST, 0, 1), instruction(RETURN, ERRNO | errno.ENOSYS)]
+    refused = instruction(RETURN, ERRNO | errno.EPERM)
+    low = ARGUMENT_AT + 8 * NEW_LIMIT
+    lines += [instruction(EQUAL, PRLIMIT[column], 0, 6), instruction(LOAD, low), instruction(EQUAL, 0, 0, 2)]
+    lines += [instruction(LOAD, low + 4), instruction(EQUAL, 0, 1, 0), refused, instruction(RETURN, ALLOW)]
     for number, flaw in (
         (CLONE[column], instruction(ANY_BIT, NEW_NAMESPACES, 0, 1)),
         (SOCKET[column], instruction(EQUAL, AF_UNIX, 1, 0)),

@@ -29,6 +29,7 @@ from async_rl.sandbox.limits import Limits
 
 ORDER_BYTES = 1 << 12
 MOST_ORDER_FILES = 8
+FAULT_BYTES = 1 << 10
 GO = b"."  # from one process to another: go on
 
 
@@ -92,19 +93,20 @@ class Keeper:
                 return
             self._isolate(warden, folders, hidden, of_root)
             ours, theirs = os.pipe()
+            fault, tell = os.pipe()
             start, pid = time.monotonic(), os.fork()
             if pid == 0:
                 os.close(theirs)
-                self._be_cell(ours)
-            os.close(ours)
-            for file in self._files:
+                self._be_cell(ours, tell)
+            for file in (ours, tell, *self._files):
                 os.close(file)
         except (OSError, KeyError) as error:
             self._say({"missing": missing(error)})
             return
-        failure = self._supervise(pid, start)
-        del theirs
-        self._say(failure)
+        end = self._supervise(pid, start)
+        if lacking := os.read(fault, FAULT_BYTES):
+            end["missing"] = lacking.decode()
+        self._say(end)
 
     def _isolate(self, warden: socket.socket, folders: list[str], hidden: list[str], of_root: bool) -> None:
         if not of_root:
@@ -121,8 +123,9 @@ class Keeper:
         walls.new_root(self._limits.disk_mb, folders, hidden, of_root)
         walls.die_with_parent()
 
-    def _be_cell(self, keeper: int) -> None:
-        """The cell's first process: the last walls, then what is to run. It never returns."""
+    def _be_cell(self, keeper: int, tell: int) -> None:
+        """The cell's first process: the last walls, then what is to run. It never returns. What cannot be put up it
+        says to `tell`, which is closed before anything runs: no exit code would do, as a program may choose its own."""
         try:
             walls.die_with_parent()
             if select.select([keeper], [], [], 0)[0]:  # closed: the keeper died before the line above
@@ -130,13 +133,15 @@ class Keeper:
             os.setsid()
             self._word.close()
             os.chdir(walls.PRIVATE)
-            walls.keep_files(self._files)
+            walls.keep_files([*self._files, tell])
+            tell = len(self._files)
             walls.set_limits(self._limits)
             walls.drop_rights()
             walls.refuse_calls()
         except (OSError, KeyError) as error:
-            os.write(2, missing(error).encode())
-            os._exit(inside.WALL_MISSING)
+            os.write(tell, missing(error).encode()[:FAULT_BYTES])
+            os._exit(1)
+        os.close(tell)
         inside.run(self._kind)
 
     def _supervise(self, pid: int, start: float) -> dict[str, Any]:

@@ -17,8 +17,9 @@ FORK = 0x01200011  # what fork asks clone for
 THREAD = 0x003D0F00
 
 
-def answer(machine: str, number: int, argument: int = 0, arch: int | None = None) -> int:
-    data = struct.pack("<iIQ6Q", number, seccomp.MACHINES[machine][0] if arch is None else arch, 0, argument, *[0] * 5)
+def answer(machine: str, number: int, argument: int = 0, arch: int | None = None, more: tuple[int, ...] = ()) -> int:
+    arguments = (argument, *more, *[0] * 5)[:6]
+    data = struct.pack("<iIQ6Q", number, seccomp.MACHINES[machine][0] if arch is None else arch, 0, *arguments)
     lines, place, value = list(struct.iter_unpack("<HBBI", seccomp.program(machine))), 0, 0
     while True:
         code, if_true, if_false, constant = lines[place]
@@ -69,6 +70,14 @@ def test_a_cell_cannot_choose_to_outlive_its_keeper(machine: str) -> None:
     call = seccomp.PRCTL[seccomp.MACHINES[machine][1]]
     assert answer(machine, call, 1) == seccomp.KILL
     assert answer(machine, call, 15) == seccomp.ALLOW
+
+
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_limits_can_be_read_and_not_changed(machine: str) -> None:
+    call = seccomp.PRLIMIT[seccomp.MACHINES[machine][1]]
+    assert answer(machine, call, 1) == seccomp.ALLOW
+    for address in (1, 1 << 32, 0x7F0000001000):
+        assert answer(machine, call, 1, more=(0, address)) == seccomp.ERRNO | errno.EPERM
 
 
 def test_another_kind_of_calls_is_no_way_around() -> None:

@@ -159,6 +159,16 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
         "def hostile(a, b): return a + b if found or text else None",
         {"wrong"},
     ),
+    "an end like that of a cell without walls": ("def hostile(a, b): os._exit(80)", {"exit"}),
+    "an end like that of a machine out of memory": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+        {"error"},
+    ),
+    "the same by a child's hand": (
+        "if os.fork() == 0:\n    libc.prlimit64(1, 0, (ctypes.c_ulong * 2)(0, 0), None)\n    os._exit(0)\n"
+        "def hostile(a, b): return os.wait()",
+        {"wrong"},
+    ),
     "an exception of its own": ("class Own(BaseException): pass\ndef hostile(a, b): raise Own", {"error"}),
 }  # fmt: skip
 

@@ -94,6 +94,14 @@ def test_tests_that_cannot_run_are_no_programs_fault(tests: str, setup: str, bro
     assert broken in judged(sandbox, "def f(x): return x", tests, setup).broken
 
 
+@pytest.mark.parametrize("does", ["os._exit(0)", "os.close(3)", "return object()", "raise SystemExit"])
+def test_tests_that_catch_everything_do_not_pass_a_program_that_ended(does: str, sandbox: Sandbox) -> None:
+    tests = "bad = False\ntry:\n    assert f(1) == 1\nexcept:\n    bad = True"
+    verdict = judged(sandbox, f"import os\ndef f(x): {does}", tests)
+    assert verdict[:2] == (0, 1)
+    assert verdict.reason in ("exit", "result")
+
+
 def test_tests_that_raise_over_an_answer_count_as_one_that_failed(sandbox: Sandbox) -> None:
     verdict = judged(sandbox, "def f(x): return None", "assert f(1) is None\nx = len(f(2))\nassert x == 1")
     assert verdict[:3] == (1, 1, "error")
