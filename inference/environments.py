@@ -178,6 +178,9 @@ class Worker:
         except (TimeoutError, EOFError, msgspec.MsgspecError) as error:
             self._end("")
             raise EnvironmentFailed(f"a worker for environments did not start: {error!r}") from error
+        except asyncio.CancelledError:  # the attempt that started it: nobody would read what it says
+            self._end("")
+            raise
         if ready.error:
             self._end("")
             raise EnvironmentFailed(f"a worker for environments cannot load the task: {ready.error}")

@@ -91,17 +91,27 @@ class Play:
         self._limits = limits
         self._ask = ask
         self._calls = itertools.count()
-        self._under_way = 0
+        self._under_way = 0  # tokens that calls may still add
+        self._going_on: list[int | None] = []  # of each of them the segment; None where it may begin one
 
     def room(self, prompt: Sequence[int] | npt.NDArray[np.int32]) -> int:
         """How many tokens a call with this prompt may sample: by the context, by the lease, and by what is left of the
         attempt; below 1 it may not be made."""
         ids = np.asarray(prompt, dtype=np.int32)
-        added = self.transcript.grows_by(ids)
-        if added == len(ids) and self.transcript.n_segments >= MAX_SEGMENTS:
+        added, segment = self._adds(ids)
+        if segment is None and self.transcript.n_segments + self._going_on.count(None) >= MAX_SEGMENTS:
             return 0
         left = self._limits.attempt - self.transcript.n_tokens - self._under_way - added
         return min(self.attempt.sampling.max_new_tokens, self._limits.context - len(ids), left)
+
+    def _adds(self, ids: npt.NDArray[np.int32]) -> tuple[int, int | None]:
+        """How many tokens a call adds before its first sampled one, at most, and the segment in which it goes on. Of
+        several that are under way after the same tokens one does; the others begin segments, with all of their prompt,
+        and which that will be is not known before."""
+        segment = self.transcript.continues(ids)
+        if segment is None or segment in self._going_on:
+            return len(ids), None
+        return self.transcript.grows_by(ids), segment
 
     async def sample(
         self,
@@ -124,12 +134,15 @@ class Play:
         sampling = self.attempt.sampling
         seed = seed_of_call(self.attempt.seed, next(self._calls))
         own = type(sampling)(sampling.temperature, room, sampling.top_p)
-        reserved = self.transcript.grows_by(ids) + room
+        added, segment = self._adds(ids)
+        reserved = added + room
         self._under_way += reserved
+        self._going_on.append(segment)
         try:
             completion = await self._ask(Request(self.attempt.key, ids, own, seed, self.attempt.policy))
         finally:
             self._under_way -= reserved
+            self._going_on.remove(segment)
         if completion.finish == "abort" or not len(completion.tokens):
             raise SampleFailed("the engine aborted a call of it")
         completion = until(completion)

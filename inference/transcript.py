@@ -94,6 +94,11 @@ class Transcript:
         record = self._longest_prefix(prompt)
         return len(prompt) - (len(record.tokens) if record else 0)
 
+    def continues(self, prompt: Ids) -> int | None:
+        """The segment in which a call with this prompt would go on; None where it begins one."""
+        record = self._longest_prefix(prompt)
+        return None if record is None else self._records.index(record)
+
     def sampled(
         self,
         prompt: Ids,

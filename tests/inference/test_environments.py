@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,22 @@ def test_one_that_blocks_its_worker_is_killed_with_it_and_later_ones_find_anothe
     assert "its worker was killed" in here.done[1, 0].note
     assert here.done[2, 0].status == "ok"
     assert {each.pid for each in psutil.Process().children(recursive=True)}.isdisjoint(children)
+
+
+def test_an_attempt_that_is_cancelled_while_its_worker_starts_takes_no_other_along(
+    house: Callable[..., PlayHouse],
+) -> None:
+    here = house()
+    before = {each.pid for each in psutil.Process().children()}
+    here.start(lease(1, 0))
+    ends = time.monotonic() + 30
+    while {each.pid for each in psutil.Process().children()} <= before and time.monotonic() < ends:
+        time.sleep(0.001)
+    time.sleep(0.1)  # by now it is awaited that the worker says that it is ready
+    here.cancel(1)
+    here.start(lease(2, 0))
+    here.run()
+    assert here.done[2, 0].status == "ok", here.done[2, 0].note
 
 
 def test_limits_of_turns_and_tokens_cut_an_attempt_which_keeps_what_it_has(house: Callable[..., PlayHouse]) -> None:

@@ -227,6 +227,31 @@ def test_an_attempt_grows_no_longer_than_the_buffer_keeps_room_for(house: Callab
     assert here.done[1, 0].n_tokens <= 30
 
 
+def test_calls_at_once_after_the_same_tokens_leave_room_for_the_segments_that_they_begin(
+    house: Callable[..., PlayHouse],
+) -> None:
+    async def branches(play: Play) -> Outcome:
+        completion, _ = await play.sample([1, 2, 3, 4, 5, 6, 7, 8])
+        after = [1, 2, 3, 4, 5, 6, 7, 8, *completion.tokens.tolist(), 9]
+        results = await asyncio.gather(*(play.sample(after) for _ in range(8)), return_exceptions=True)
+        assert any(isinstance(each, NoRoom) for each in results)
+        return Outcome(cut=True)
+
+    async def beside(play: Play) -> Outcome:
+        calls = (play.sample([1, 2], max_new_tokens=1) for _ in range(MAX_SEGMENTS + 8))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(each, NoRoom) for each in results) == 8
+        return Outcome()
+
+    for how, limits in ((branches, Limits(48, 60)), (beside, Limits(48, 1000))):
+        here = house(how, limits)
+        here.start(lease(1, 0))
+        here.run()
+        assert here.done[1, 0].status == "ok"
+        assert here.done[1, 0].n_tokens <= limits.attempt
+        assert len(here.done[1, 0].segments) <= MAX_SEGMENTS
+
+
 def test_a_pinned_lease_is_sampled_under_its_policy_in_every_turn(qwen: Any, house: Callable[..., PlayHouse]) -> None:
     here = house(three_turns, versions=(0, 1))
     here.engine.flip(qwen.policy(1)[0], "finish")
