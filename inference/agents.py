@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -62,7 +63,7 @@ class AgentDriver:
                 self._options.command, folder, self._given(play), agent_environment(self._url, key, folder),
                 self._options.time_limit, session.trouble,
             )  # fmt: skip
-            reward = _written_reward(folder)
+            reward = _written_reward(folder) if self._options.scored == "agent" else None
         finally:
             self._endpoint.dismiss(key)
             await remove(folder)
@@ -158,7 +159,10 @@ def agent_environment(url: str, key: str, folder: Path, base: Mapping[str, str] 
 def _written_reward(folder: Path) -> RewardGiven | None:
     """Raises AgentFailed for a file that holds none."""
     try:
-        with (folder / REWARD_FILE).open("rb") as file:
+        # Not to wait: what lies there is the program's, and may be a pipe to which nobody writes.
+        with os.fdopen(os.open(folder / REWARD_FILE, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise AgentFailed(f"{REWARD_FILE}: it is no file")
             return read_reward(file.read(MAX_REWARD_BYTES))
     except FileNotFoundError:
         return None

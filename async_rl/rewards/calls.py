@@ -90,9 +90,11 @@ class Caller:
 
     def _key(self) -> str:
         name = self._config.key_env
-        key = os.environ.get(name, "") if name else ""
+        key = os.environ.get(name, "").strip() if name else ""  # what was read from a file ends with a line's end
         if name and not key:
             raise RewardError(f"the environment variable {name} (key_env) is not set on this machine")
+        if not (key.isascii() and key.isprintable()):  # else http.client refuses it, and quotes it
+            raise RewardError(f"the environment variable {name} (key_env) holds no key: it has characters of no header")
         return key
 
     def _once(self, body: bytes, key: str) -> bytes:

@@ -18,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -160,14 +162,20 @@ def _checked(tool: Tool, given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 class ToolEnvironment:
     """An environment in which a turn without a call is the final answer, which the task's `score` judges. `worth` says
-    what a turn with calls earns by their results."""
+    what a turn with calls earns by their results. A call that has not begun `begin_within_s` after its turn is refused:
+    how many slow ones there are in a turn is the model's doing, and no failure of its world."""
 
     def __init__(
-        self, tools: Sequence[Tool], style: Style, worth: Callable[[Instance, Sequence[str]], float] | None = None
+        self,
+        tools: Sequence[Tool],
+        style: Style,
+        worth: Callable[[Instance, Sequence[str]], float] | None = None,
+        begin_within_s: float = math.inf,
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._style: Style = style
         self._worth = worth
+        self._begin_within_s = begin_within_s
         self._instance: Instance | None = None
 
     async def reset(self, instance: Instance, seed: int) -> Observation:
@@ -175,14 +183,19 @@ class ToolEnvironment:
         return instance.messages if instance.prompt is None else instance.prompt  # type: ignore[return-value]
 
     async def step(self, said: Said) -> StepResult:
-        calls = calls_in(said.text, self._style)
+        calls, started = calls_in(said.text, self._style), time.monotonic()
         if not calls:
             return StepResult("", done=True, answer=said.text)
-        results = [await called(self._tools, call) for call in calls]
+        results = [await self._called(call, time.monotonic() - started) for call in calls]
         errors = sum(result.startswith("error: ") for result in results)
         reward = 0.0 if self._worth is None or self._instance is None else self._worth(self._instance, results)
         components = {"calls": float(len(calls)), "call_errors": float(errors)}
         return StepResult(self._shown(calls, results), reward, components=components)
+
+    async def _called(self, call: ToolCall | ToolError, passed_s: float) -> str:
+        if passed_s > self._begin_within_s:
+            return "error: not called, as the calls before it took too long"
+        return await called(self._tools, call)
 
     def _shown(self, calls: Sequence[ToolCall | ToolError], results: Sequence[str]) -> Observation:
         if self._style == "plain":

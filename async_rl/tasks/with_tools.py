@@ -55,7 +55,7 @@ class WithTools:
         return self._of.instance(split, instance)
 
     def environment(self) -> ToolEnvironment:
-        return ToolEnvironment(self._tools, self._style)
+        return ToolEnvironment(self._tools, self._style, begin_within_s=self.limits.step_timeout / 2)
 
     def score(self, instance: Instance, completion: str) -> Score:
         return self._of.score(instance, completion)

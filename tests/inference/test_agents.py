@@ -109,6 +109,7 @@ def test_only_a_program_that_has_to_score_is_told_the_answer(
         ("print('done')", "without a call of the model"),
         ('ask("a" * 5000)', "first prompt leaves no room"),
         ('ask("a"); open("reward.json", "w").write("[]")', "reward.json: A reward is"),
+        ('ask("a"); os.mkfifo("reward.json")', "reward.json: it is no file"),
         ('ask("a")', "said no reward"),
     ],
 )

@@ -83,7 +83,11 @@ def test_the_key_comes_from_the_environment_and_stands_in_no_message(monkeypatch
         monkeypatch.delenv("TEST_REWARD_KEY", raising=False)
         with pytest.raises(RewardError, match=r"variable TEST_REWARD_KEY .* is not set"):
             rewards.score(SUM, "4")
-        monkeypatch.setenv("TEST_REWARD_KEY", "s3cret")
+        monkeypatch.setenv("TEST_REWARD_KEY", "s3cret\nand more")
+        with pytest.raises(RewardError, match=r"TEST_REWARD_KEY .* holds no key") as no_key:
+            rewards.score(SUM, "4")
+        assert "s3cret" not in str(no_key.value)
+        monkeypatch.setenv("TEST_REWARD_KEY", "s3cret\n")
         assert rewards.score(SUM, "4").reward == 0.5
         for _ in range(2):
             with pytest.raises(RewardError, match=r"\[key\]") as error:
@@ -156,7 +160,7 @@ def test_what_one_completion_may_take_allows_for_every_try() -> None:
     assert rewards.concurrency == 4
 
 
-FUNCTIONS = '''
+FUNCTIONS = """
 from async_rl.tasks.task import Score
 
 def right(instance, completion, points=1):
@@ -170,7 +174,7 @@ def pair(instance, completion):
 
 def broken(instance, completion):
     raise KeyError("gone")
-'''
+"""
 
 
 def test_a_function_may_give_a_number_or_a_score_now_or_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,6 +193,20 @@ def test_any_task_can_have_tools() -> None:
     assert task.score(instance, last.answer).reward == 1.0
     with pytest.raises(ConfigError, match="cannot have more"):
         load_task(table | {"of": {"kind": "calculator"}})
+
+
+def test_calls_after_slow_ones_are_told_so_and_fail_no_world() -> None:
+    def slow(words: str) -> str:
+        time.sleep(0.05)
+        return words
+
+    environment = ToolEnvironment([tool_of(slow)], "plain", begin_within_s=0.01)
+    step = asyncio.run(environment.step(Said("[slow a] [slow b] [slow c]", (), "stop")))
+    refused = "error: not called, as the calls before it took too long\n"
+    assert step.observation == "a\n" + 2 * refused
+    assert step.components == {"calls": 3.0, "call_errors": 2.0}
+    task: Any = load_task({"kind": "tools", "tools": ["calculator"], "of": {"kind": "digit_sort"}})
+    assert task.environment()._begin_within_s == task.limits.step_timeout / 2
 
 
 def test_a_chat_models_calls_are_answered_as_messages_of_the_tool() -> None:
