@@ -19,7 +19,7 @@ from inference.scoring_worker import Job, Reading, Verdict
 BATCH = 16  # completions in a worker's pipe at once: more saves little, and all wait behind one that hangs
 BATCH_S = 0.01  # of work in a worker's pipe: what takes longer is not kept from another worker that has none
 RECENT = 0.1  # the share of the last completion in the mean time of one
-READ_S = 3600.0  # for a worker to read data up to an instance: it is no fault of the completion, nor of its reward
+READ_S = 3600.0  # for a worker before it scores: to read data up to an instance is no fault of completion or reward
 MAX_REASON = 160  # characters; a note has 200
 
 
@@ -42,7 +42,7 @@ class Seat:
     begun: dict[int, float] = field(default_factory=dict)
     """Since when the worker may be at which: the first `concurrency` of those sent."""
     reading: set[int] = field(default_factory=set)
-    """Those of which it still looks for the instance."""
+    """Those that it does not score yet: it looks for the instance, or another one comes first."""
 
     def limit(self, number: int, timeout_s: float) -> float:
         """Seconds from when it began."""

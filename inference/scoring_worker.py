@@ -51,7 +51,8 @@ class Job(msgspec.Struct, array_like=True):
 
 
 class Reading(msgspec.Struct, array_like=True, tag=True):
-    """The worker reads its task's data up to the instance of a job, or (`done`) has found it."""
+    """The worker reads its task's data up to the instance of a job, or this waits for another of its task to be done;
+    `done`: now it is scored."""
 
     number: int
     done: bool
@@ -72,7 +73,8 @@ class Judge:
         rewards = getattr(task, "rewards", None)
         self.limit, self.seconds = (rewards.concurrency, rewards.seconds) if rewards else (1, 0.0)
         self._task = task
-        self._reads = getattr(task, "reads_forward", False)
+        self.tells = bool(getattr(task, "reads_forward", False))
+        """Whether to say when scoring really begins."""
         self._instances = functools.lru_cache(CACHED_INSTANCES)(functools.partial(instance_of, task))
         self._making, self._scoring = threading.Lock(), threading.BoundedSemaphore(self.limit)
 
@@ -80,13 +82,13 @@ class Judge:
         """Whatever the verifier raises, or returns that is no score, becomes the verdict's error."""
         start = time.perf_counter()
         try:
-            if self._reads:
+            if self.tells:
                 tell(Reading(job.number, False))
             with self._making:  # it is the rewards that several threads may ask, not the task
                 instance = self._instances(job.split, job.instance)
-            if self._reads:
-                tell(Reading(job.number, True))
             with self._scoring:
+                if self.tells:
+                    tell(Reading(job.number, True))
                 reward, components = self._task.score(instance, job.completion)
             score = Score(float(reward), {str(name): float(value) for name, value in components.items()})
             if not math.isfinite(score.reward):
@@ -107,6 +109,8 @@ def main(parent: int) -> None:
     except Exception as error:
         answer(Ready(f"{type(error).__name__}: {error}"))
         return
+    for each in theirs.values():  # so many may be sent at once, and some tasks score fewer
+        each.tells |= each.limit < ours.limit
     seconds = max(each.seconds for each in (ours, *theirs.values()))
     answer(Ready("", ours.limit, seconds))
     decoder = msgspec.msgpack.Decoder(Job)

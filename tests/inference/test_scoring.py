@@ -353,3 +353,29 @@ def test_a_stream_that_has_to_be_read_far_is_no_late_score(scorers, tmp_path, mo
     scorer.submit("far", "train", 39, "39")
     scored = results.get(timeout=60)
     assert (scored.error, scored.reward) == ("", 1.0)
+
+
+def test_a_set_of_evaluation_that_scores_fewer_at_once_than_the_run_has_nobody_late_for_waiting(tmp_path, monkeypatch):
+    (tmp_path / "slow_tasks.py").write_text(
+        "import time\n"
+        "from async_rl.config import Section\n"
+        "from async_rl.tasks.task import Instance, Score\n"
+        "class Nothing(Section, frozen=True): pass\n"
+        "class Rewards: concurrency, seconds = 6, 0.0\n"
+        "class Run:\n"
+        "    Config, rewards = Nothing, Rewards()\n"
+        "    def __init__(self, config): pass\n"
+        "    def size(self, split): return 9\n"
+        "    def instance(self, split, number): return Instance('p', None, 'a')\n"
+        "    def score(self, instance, completion): time.sleep(0.5); return Score(1.0, {})\n"
+        "class HeldOut(Run): rewards = None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    settings, results = ScoringSettings(score_timeout=2.0, reward_workers=1, score_tries=1), queue.SimpleQueue()
+    scorer = Scorer({"kind": "slow_tasks:Run"}, settings, results, {"held-out": {"kind": "slow_tasks:HeldOut"}})
+    try:
+        for number in range(6):
+            scorer.submit(number, "eval", number, "", "held-out")
+        assert [scored.error for scored in (results.get(timeout=60) for _ in range(6))] == [""] * 6
+    finally:
+        scorer.close()
