@@ -47,7 +47,7 @@ test-scale: setup
 test-tasks: $(TASKS)
 	$(BIN)/python -P -m pytest -m "tasks and not long" --durations=20 $(ARGS)
 
-test-long: $(MEGATRON)
+test-long: $(MEGATRON) $(TASKS)
 	$(BIN)/python -P -m pytest -m "long and not faults" -rP --durations=0 $(ARGS)
 
 test-slow: setup

@@ -370,7 +370,7 @@ class Pool:
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False), st.sampled_from(["wait", "drop", "mask"]))
 def test_no_ticket_is_lost_and_no_attempt_has_two_holders_whoever_leaves_and_however(tools, rng, on_stale):
     changes = {} if on_stale == "wait" else {"on_stale": on_stale, "window": ENDLESS, "lead": 2}

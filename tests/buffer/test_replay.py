@@ -421,7 +421,7 @@ def test_a_checkpoint_of_another_batch_size_or_into_a_buffer_in_use_is_refused(t
 # --- anything at all -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False), st.sampled_from(["retry", "drop", "accept"]))
 def test_the_books_balance_whatever_nodes_say_and_in_whatever_order(tools, rng, on_short_group):
     """Duplicates, forgeries, foreign results, attestations that jump back, deaths in mid-lease, time running out, and

@@ -30,7 +30,7 @@ def test_segments_go_from_the_oldest_on():
     assert retention.covered(1) == [0, 1]
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_no_segment_goes_while_a_batch_that_is_not_covered_or_a_waiting_group_has_something_in_it(rng):
     """Tickets are sampled into the segment that is written to, confirmed two by two in a wild order, and a checkpoint

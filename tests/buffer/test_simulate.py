@@ -99,7 +99,7 @@ def must_hold(rules: Rules, result: SimulationResult) -> None:
 
 
 @settings(
-    max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(worlds())
 def test_no_token_beyond_the_bound_no_deadlock_and_books_that_balance_after_every_event(tools, world):
@@ -124,7 +124,7 @@ def bound_ledger_and_liveness(tools, changes, scenario):
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-@settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_without_faults_nothing_but_what_was_under_way_at_the_end_is_lost(tools, shards, data):
     changes, scenario = data.draw(worlds(faults=False, shards=shards))

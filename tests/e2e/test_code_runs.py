@@ -11,7 +11,7 @@ import pytest
 import real_runs
 from cells import sandbox_or_skip
 
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.long, pytest.mark.timeout(400)]
 
 # The model of the small run writes digits: behind this they are programs, unless they begin with a zero.
 PROMPT = "def f():\n    return "

@@ -19,7 +19,7 @@ from buffer.recorder import recorded_batches
 from inference.tokenizer import load_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.long, pytest.mark.timeout(400)]
 
 STEPS, GROUPS, SAMPLES = 2, 2, 4
 CONFIG = f"""

@@ -14,10 +14,10 @@ SHORT = ["--set", "run.steps=2", "--set", "run.eval_samples=16", "--set", "buffe
          "--set", "inference.nodes=1", "--set", "model.tiny.accuracy_low=0.05"]  # fmt: skip
 
 
-MORE = [pytest.param(name, marks=pytest.mark.long) for name in ("letter_counting", "count_bits", "syllogism")]
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in ("spell_backward", "letter_counting", "count_bits", "syllogism")]
 
 
-@pytest.mark.parametrize("name", ["spell_backward", "gcd", *MORE])
+@pytest.mark.parametrize("name", ["gcd", *MORE])
 def test_a_task_is_another_one_by_one_line(shell, name):
     run = shell.folder / name
     code, output = shell.run(
@@ -28,6 +28,7 @@ def test_a_task_is_another_one_by_one_line(shell, name):
     assert real_runs.summary(run)["ledger"]["trained"] == 2 * 4 * 8
 
 
+@pytest.mark.long
 def test_a_model_learns_to_spell_backward(shell):
     run = shell.folder / "run"
     steps = ["--set", "run.steps=40", "--set", "run.eval_every=40"]

@@ -91,6 +91,7 @@ def test_every_call_is_made_on_all_ranks_and_errors_that_callers_look_for_keep_t
     assert leader.left() == []
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_trainer_which_asks_for_another_start(
     tmp_path: Path, leaders: list[Leader]
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_trainer_which_
     assert leader.left() == []
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_for_long_counts_as_lost(tmp_path: Path, leaders: list[Leader]) -> None:
     leaders.append(leader := Leader(tmp_path, "idles, and looks for stopped ones"))
     pid = leader.pid(2)
@@ -141,7 +143,7 @@ def test_a_rank_that_fails_alone_in_a_step_is_named_with_its_reason(tmp_path: Pa
     ("case", "last_line"),
     [
         ("one raises", "RankFailed: rank 1 of the trainer failed: ValueError: attempt 7 cannot be trained"),
-        ("all raise", "ValueError: attempt 7 cannot be trained"),
+        pytest.param("all raise", "ValueError: attempt 7 cannot be trained", marks=pytest.mark.long),
     ],
 )
 def test_an_error_that_every_start_would_meet_is_raised_on_rank_0_which_has_time_to_tell_others(
@@ -177,6 +179,7 @@ def test_a_trainer_does_not_outlive_the_watch_over_its_ranks(tmp_path: Path) -> 
     assert ended.stderr.strip() == "error: nobody looks after the ranks any more: KeyError: 'what'"
 
 
+@pytest.mark.long
 def test_ranks_die_with_the_first_even_in_the_middle_of_a_step(tmp_path: Path, leaders: list[Leader]) -> None:
     leaders.append(leader := Leader(tmp_path, "hangs"))
     for rank in range(3):

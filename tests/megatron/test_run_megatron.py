@@ -92,6 +92,7 @@ def test_nodes_apply_the_updates_of_sketches_over_ranks_and_a_run_of_them_goes_o
     assert all(node["last"] < 1e-4 for node in parity.values()), parity
 
 
+@pytest.mark.long
 def test_a_layout_that_does_not_fit_the_model_is_one_error(shell: Shell) -> None:
     run = shell.folder / "wrong"
     code, output = shell.run(
