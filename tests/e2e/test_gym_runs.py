@@ -14,7 +14,8 @@ SHORT = ["--set", "run.steps=2", "--set", "run.eval_samples=16", "--set", "buffe
          "--set", "inference.nodes=1", "--set", "model.tiny.accuracy_low=0.05"]  # fmt: skip
 
 
-MORE = [pytest.param(name, marks=pytest.mark.long) for name in ("spell_backward", "letter_counting", "count_bits", "syllogism")]
+OTHERS = ("spell_backward", "letter_counting", "count_bits", "syllogism")
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
 
 
 @pytest.mark.parametrize("name", ["gcd", *MORE])
