@@ -141,7 +141,7 @@ def test_a_step_that_hangs_ends_that_attempt_alone(house: Callable[..., PlayHous
 def test_one_that_blocks_its_worker_is_killed_with_it_and_later_ones_find_another(
     house: Callable[..., PlayHouse],
 ) -> None:
-    here = house(how="blocks", step_timeout=1.0)
+    here = house(how="blocks", step_timeout=3.0)
     here.start(lease(2, 0))
     here.run()
     children = {each.pid for each in psutil.Process().children(recursive=True)}

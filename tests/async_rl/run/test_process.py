@@ -45,7 +45,7 @@ from async_rl.errors import AsyncRLError, NeedsRestart
 from async_rl.run import process
 from async_rl.run.process import pool_main
 process.ORPHAN_GRACE = 0.5
-process.EXIT_GRACE = 0.5
+process.EXIT_GRACE = 2.0
 def body(context):
 {body}
 pool_main(__file__, body)

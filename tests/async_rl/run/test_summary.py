@@ -97,7 +97,8 @@ def test_evaluations_are_the_first_and_the_last() -> None:
         {"eval": {"version": 2, "reward": 0.8, "n": 7}},
     ]
     summary = build_summary(records, status(), CONFIG, 1.0)
-    assert summary["eval"] == {"first": 0.3, "last": 0.8, "last_version": 2, "samples": 7}
+    only = {"first": 0.3, "last": 0.8, "last_version": 2, "n": 7, "reward": 0.8}
+    assert summary["eval"] == {"first": 0.3, "last": 0.8, "last_version": 2, "samples": 7, "sets": {"eval": only}}
 
 
 def test_the_ledger_has_its_reasons_for_dropping_apart_and_says_whether_it_balances() -> None:
