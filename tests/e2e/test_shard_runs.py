@@ -4,6 +4,7 @@ and who is killed comes back."""
 from __future__ import annotations
 
 import statistics
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,9 +38,10 @@ def check(run: Path, steps: int, batch: int = BATCH) -> dict:
 
 def shard_process(run: Path, name: str) -> psutil.Process | None:
     for process in real_runs.processes_of(run):
-        arguments = process.cmdline()
-        if "buffer.service" in arguments and arguments[arguments.index("--name") + 1] == name:
-            return process
+        with suppress(psutil.NoSuchProcess):  # the one that was found may have ended meanwhile
+            arguments = process.cmdline()
+            if "buffer.service" in arguments and arguments[arguments.index("--name") + 1] == name:
+                return process
     return None
 
 
