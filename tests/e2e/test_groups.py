@@ -34,6 +34,7 @@ def test_each_node_of_a_run_has_its_groups_settings_and_name(shell: Shell) -> No
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_a_node_started_by_hand_says_of_which_group_it_is(shell: Shell) -> None:
     run = shell.folder / "run"
     common = [str(shell.config), "--out", str(run), *SETTINGS]

@@ -29,6 +29,7 @@ def test_a_run_whose_engine_computes_in_another_dtype_ends_before_its_first_step
     assert [line for line in map(json.loads, records) if "reward" in line] == []
 
 
+@pytest.mark.long
 def test_a_run_tells_how_far_its_nodes_were_from_the_trainer_when_they_began(shell: Shell) -> None:
     run = shell.folder / "told"
     code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", "run.steps=2")

@@ -26,14 +26,18 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 ON_TWO: list[Case] = [
     ("dense", {"tensor": 2}, MOMENTUM),
     ("mixture", SEQUENCE, SMALL),
-    ("tied", {"pipeline": 2}, {"ranks": {"q_proj": 4, "down_proj": 16}}),
     ("mixture", {"data": 2, "expert": 2}, MOMENTUM | {"ranks": {"up_proj": 4}}),
+]
+MORE_ON_TWO: list[Case] = [
+    ("tied", {"pipeline": 2}, {"ranks": {"q_proj": 4, "down_proj": 16}}),
     ("dense", {"data": 2}, {"publish": "snapshots", "targets": ("q_proj", "down_proj")}),
 ]
 ON_FOUR: list[Case] = [
     ("mixture", SEQUENCE | {"data": 2, "expert": 2, "expert_tensor": 2}, {"activation_checkpointing": True}),
     ("mixture", SEQUENCE | {"pipeline": 2, "expert": 2}, MOMENTUM),
 ]
+
+MORE = pytest.param(2, MORE_ON_TWO, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def model(folder: Path, kind: str) -> Path:
     return make_model(kind, folder / kind)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR), MORE])
 def test_ranks_lead_the_life_of_the_torch_backend(world: int, cases: list[Case], folder: Path, tmp_path: Path) -> None:
     payload, wanted = [], []
     for number, (kind, parallel, trainer) in enumerate(cases):

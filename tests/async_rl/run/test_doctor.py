@@ -122,6 +122,7 @@ def test_the_log_of_a_half_that_did_not_end_is_named_and_kept(tmp_path: Path, mo
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_every_engine_of_a_config_is_asked_and_one_that_fails_keeps_no_other_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
