@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from async_rl.data.stream import ForwardRows
 from async_rl.errors import AsyncRLError
+from async_rl.imports import imported
 from async_rl.schema import ConfigError, Count, PositiveFloat, PositiveInt, Section
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
@@ -197,14 +197,7 @@ def _condition(each: FilterConfig) -> Keep:
 
 
 def _function(path: str, where: str) -> Keep:
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f'{where}: the filter {path!r} cannot be imported: {error}. It is "module:function", installed or in a '
-            "folder named in PYTHONPATH"
-        ) from error
+    function = imported(path, f"{where}: the filter {path!r}")
     return lambda row: bool(function(row))
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import threading
 from typing import Any, ClassVar
 
 import msgspec
 
+from async_rl.imports import imported
 from async_rl.rewards.reward import RewardConfig
 from async_rl.schema import ConfigError, PositiveInt
 from async_rl.tasks.task import Instance, Score
@@ -61,14 +61,7 @@ async def _awaited(value: Any) -> Any:
 
 def load_function(path: str) -> Any:
     """What "module:function" names. Raises ConfigError."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f'{WHERE}: function = {path!r} cannot be loaded: {error}. Write it as "module:function"; the module must '
-            "be installed, or its folder named in PYTHONPATH"
-        ) from error
+    function = imported(path, f"{WHERE}: function = {path!r}")
     if not callable(function):
         raise ConfigError(f"{WHERE}: function = {path!r} is no function")
     return function

@@ -9,13 +9,13 @@ the buffer's too. Modules are imported only when asked for.
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
 from async_rl.buffer_config import BufferConfig, keeps_history
 from async_rl.config import Config, ConfigError, Section, convert_section
 from async_rl.data.order import Source
+from async_rl.imports import imported
 from async_rl.tasks.task import Task
 
 MAX_INSTANCES = 1 << 20  # of which the buffer keeps a history; it takes 16 bytes for each, here and in snapshots
@@ -103,18 +103,12 @@ def _wanted(buffer: BufferConfig) -> str:
 
 
 def _task_class(kind: str) -> Any:
-    module_name, colon, class_name = KINDS.get(kind, kind).partition(":")
-    if not colon:
+    path = KINDS.get(kind, kind)
+    if ":" not in path:
         near = difflib.get_close_matches(kind, KINDS, n=1)
         advice = f"did you mean {near[0]!r}?" if near else f'known kinds: {", ".join(KINDS)}, or "module:Class"'
         raise ConfigError(f"[task] unknown kind {kind!r}: {advice}")
-    try:
-        task_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"[task] kind {kind!r} cannot be loaded: {error}. The module must be installed, or its folder named in "
-            "PYTHONPATH"
-        ) from error
+    task_class = imported(path, f"[task] kind {kind!r}")
     config = getattr(task_class, "Config", None)
     if not (isinstance(config, type) and issubclass(config, Section)):
         raise ConfigError(f"[task] kind {kind!r}: the class needs `Config`, a subclass of async_rl.config.Section")

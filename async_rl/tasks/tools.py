@@ -16,7 +16,6 @@ no failure of the environment.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import re
@@ -27,6 +26,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 import msgspec
 
 from async_rl.errors import AsyncRLError
+from async_rl.imports import imported
 from async_rl.schema import ConfigError
 from async_rl.tasks.environment import Observation, Said, StepResult
 from async_rl.tasks.task import Instance
@@ -91,13 +91,10 @@ def load_tools(names: Sequence[str]) -> tuple[Tool, ...]:
     """By the names of those that come with async-rl, or "module:function". Raises ConfigError."""
     tools = []
     for name in names:
-        module, colon, function = TOOLS.get(name, name).partition(":")
-        if not colon:
+        path = TOOLS.get(name, name)
+        if ":" not in path:
             raise ConfigError(f'[task] tools: unknown tool {name!r}: {", ".join(TOOLS)}, or "module:function"')
-        try:
-            tools.append(tool_of(getattr(importlib.import_module(module), function)))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"[task] tools: {name!r} cannot be loaded: {error}") from error
+        tools.append(tool_of(imported(path, f"[task] tools: {name!r}")))
     return tuple(tools)
 
 

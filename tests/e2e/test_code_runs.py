@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,15 +40,7 @@ def _isolated():
 
 
 def code_config(shell: real_runs.Shell) -> Path:
-    making = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", str(shell.config)]
-    base = subprocess.run(making, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1]
-    small = real_runs.SMALL
-    for old, new in (("[model.tiny]", f'[model]\npath = "{base}"'), ("seed = 0\naccuracy_low = 0.25\n", ""),
-                     ("accuracy_high = 0.3\n", ""), ('[task]\nkind = "digit_sort"\ndigits = 8\n', TASK)):  # fmt: skip
-        assert old in small
-        small = small.replace(old, new, 1)
-    path = shell.folder / "code.toml"
-    path.write_text(small)
+    path = real_runs.own_task(shell, "code.toml", TASK)
     problem = {"prompt": PROMPT, "test": TESTS, "entry_point": "f", "canonical_solution": "12345678\n"}
     (shell.folder / "problems.jsonl").write_text(json.dumps(problem) + "\n")
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,15 +64,7 @@ def write_data(folder: Path) -> None:
 
 def dataset_config(shell: real_runs.Shell) -> Path:
     """The small run on the data, from the base model of the small run."""
-    making = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", str(shell.config)]
-    base = subprocess.run(making, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1]
-    small = real_runs.SMALL
-    for old, new in (("[model.tiny]", f'[model]\npath = "{base}"'), ("seed = 0\naccuracy_low = 0.25\n", ""),
-                     ("accuracy_high = 0.3\n", ""), ('[task]\nkind = "digit_sort"\ndigits = 8\n', TASK)):  # fmt: skip
-        assert old in small
-        small = small.replace(old, new, 1)
-    path = shell.folder / "dataset.toml"
-    path.write_text(small)
+    path = real_runs.own_task(shell, "dataset.toml", TASK)
     write_data(shell.folder)
     return path
 

@@ -62,6 +62,20 @@ action = "warn"  # so few answers a step teach nothing for long, and that is not
 GRACE_S = 20.0
 
 
+def own_task(shell: Shell, name: str, task: str) -> Path:
+    """The config of the small run with another [task], on the base model of the small run."""
+    making = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", str(shell.config)]
+    base = subprocess.run(making, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1]
+    small = SMALL
+    for old, new in (("[model.tiny]", f'[model]\npath = "{base}"'), ("seed = 0\naccuracy_low = 0.25\n", ""),
+                     ("accuracy_high = 0.3\n", ""), ('[task]\nkind = "digit_sort"\ndigits = 8\n', task)):  # fmt: skip
+        assert old in small
+        small = small.replace(old, new, 1)
+    path = shell.folder / name
+    path.write_text(small)
+    return path
+
+
 class Shell:
     """Starts `async-rl` commands in a directory of their own and ends what is left of them."""
 

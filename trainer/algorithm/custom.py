@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 
 import torch
 
 from async_rl.errors import AsyncRLError
+from async_rl.imports import imported
 from async_rl.schema import ConfigError
 from trainer.algorithm.tokens import TokenData
 
@@ -20,14 +20,7 @@ def load_loss(name: str) -> TokenLoss:
     """The function that "module:function" names, called with log π_θ [n] (differentiable) and the TokenData of the
     same tokens, whole attempts in no particular order, and to return a loss per token [n]; advantages, denominators and
     metrics stay the trainer's. What it returns is checked. Raises ConfigError when it cannot be imported."""
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # importing runs the module, which may fail in any way
-        raise ConfigError(
-            f"[algorithm] loss = {name!r} cannot be loaded: {type(error).__name__}: {error}. The module must be "
-            "installed, or its folder named in PYTHONPATH, and be importable"
-        ) from error
+    function = imported(name, f"[algorithm] loss = {name!r}")
     if not callable(function):
         raise ConfigError(f"[algorithm] loss = {name!r} is not a function: it is a {type(function).__name__}")
 

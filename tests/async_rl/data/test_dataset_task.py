@@ -180,7 +180,7 @@ def test_a_missing_column_is_one_error_with_the_columns_that_there_are(files, ke
         ({"filter": [{"column": "level"}]}, "has no condition"),
         ({"filter": [{"min": 1}]}, "either `column`"),
         ({"filter": [{"function": "a:b", "min": 1}]}, "make them a filter of their own"),
-        ({"filter": [{"function": "no_such_module:f"}]}, "cannot be imported"),
+        ({"filter": [{"function": "no_such_module:f"}]}, "cannot be loaded"),
         ({"filter": [{"column": "level", "max_length": 1}]}, "a filter failed on a row: TypeError"),
         ({"filter": [{"colum": "level"}]}, "did you mean `column`"),
         ({"answer": ""}, "has no `answer`"),
