@@ -94,7 +94,11 @@ def load_tools(names: Sequence[str]) -> tuple[Tool, ...]:
         path = TOOLS.get(name, name)
         if ":" not in path:
             raise ConfigError(f'[task] tools: unknown tool {name!r}: {", ".join(TOOLS)}, or "module:function"')
-        tools.append(tool_of(imported(path, f"[task] tools: {name!r}")))
+        function = imported(path, f"[task] tools: {name!r}")
+        try:
+            tools.append(tool_of(function))
+        except (AttributeError, ValueError) as error:  # no function, or one without a signature
+            raise ConfigError(f"[task] tools: {name!r} is no function that a tool can be made of: {error}") from error
     return tuple(tools)
 
 

@@ -226,3 +226,8 @@ def test_scoring_hears_of_the_inner_tasks_rewards_and_of_its_stream(tmp_path: Pa
     assert (made.rewards.concurrency, made.rewards.seconds) == (inner.rewards.concurrency, inner.rewards.seconds)
     assert inner.rewards.seconds >= 30.0
     assert made.reads_forward
+
+
+def test_what_is_no_function_is_no_tool() -> None:
+    with pytest.raises(ConfigError, match="'math:pi' is no function"):
+        load_tools(["math:pi"])
