@@ -141,10 +141,12 @@ def test_a_step_that_hangs_ends_that_attempt_alone(house: Callable[..., PlayHous
 def test_one_that_blocks_its_worker_is_killed_with_it_and_later_ones_find_another(
     house: Callable[..., PlayHouse],
 ) -> None:
+    of_others = set(psutil.Process().children(recursive=True))  # what a session's fixtures keep running
     here = house(how="blocks", step_timeout=3.0)
     here.start(lease(2, 0))
     here.run()
-    children = {each.pid for each in psutil.Process().children(recursive=True)}
+    workers = set(psutil.Process().children(recursive=True)) - of_others
+    assert workers
     here.start(lease(1, 0))
     here.run()
     here.start(lease(2, 0))
@@ -152,7 +154,7 @@ def test_one_that_blocks_its_worker_is_killed_with_it_and_later_ones_find_anothe
     assert here.done[1, 0].status == "env_failed"
     assert "its worker was killed" in here.done[1, 0].note
     assert here.done[2, 0].status == "ok"
-    assert {each.pid for each in psutil.Process().children(recursive=True)}.isdisjoint(children)
+    assert workers.isdisjoint(psutil.Process().children(recursive=True))
 
 
 def test_an_attempt_that_is_cancelled_while_its_worker_starts_takes_no_other_along(
