@@ -1,8 +1,8 @@
 """The program of an agent, run once: in a folder and a session of its own, for so long, with what it says kept short.
 
-Its standard input is the instance as JSON, which also lies in its folder. Whatever else is in its session when it has
-ended, or its time is up, is killed, and the folder is removed; inference/agent_guard.py does that where the node itself
-was killed."""
+Its standard input is the instance as JSON, which also lies in its folder. Whatever it has started and is still there
+when it has ended, or its time is up, is killed, and the folder is removed. inference/agent_guard.py does the killing,
+also where the node itself was killed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from inference import agent_guard
 
 KEPT_BYTES = 1 << 16  # of what it writes to each stream: the end
 READ_BYTES = 1 << 16
+GUARD_S = 5.0  # for the guard to end all there is, and itself
 DRAIN_S = 1.0  # for what was written before the kill to be read
 GUARD = (sys.executable, "-I", "-S", agent_guard.__file__)
 
@@ -73,16 +74,17 @@ async def run_program(
         await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         code = process.returncode if ended.done() else None
     finally:
+        os.close(held)  # which the guard takes for our end
+        await asyncio.wait({ended}, timeout=GUARD_S)
         # Its group outlives it where something in it does: a group is not given to others while it has members.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        os.close(held)
         await _see_it_end(ended, readers)
     return Ran(code, *(bytes(each).decode(errors="replace") for each in kept))
 
 
 async def _see_it_end(ended: asyncio.Task[int], readers: Sequence[asyncio.Task[None]]) -> None:
-    """A process that left the session may hold the pipes open: nobody waits for that one."""
+    """A process that got away may hold the pipes open: nobody waits for that one."""
     await asyncio.wait({ended, *readers}, timeout=DRAIN_S)
     for task in (ended, *readers):
         task.cancel()

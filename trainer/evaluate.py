@@ -72,11 +72,12 @@ def kept_versions(run: Path) -> dict[str, Path | None]:
 
 
 def choose(run: Path, version: str) -> tuple[str, Path | None]:
-    """Name and place of a version; "" is the final one, or the newest checkpoint of a run that has not come so far.
-    Raises AsyncRLError naming those there are."""
+    """Name and place of a version; "" is the newest checkpoint, as of a run that went on after its first end the final
+    policy is older; without any, the final policy, the best one, or the base. Raises AsyncRLError naming those there
+    are."""
     found = kept_versions(run)
-    default = ["final"] + [str(int(folder.name[1:])) for folder in checkpoints(run / "checkpoints")] + list(found)[::-1]
-    name = version or next(each for each in default if each in found)
+    newest = [str(int(folder.name[1:])) for folder in checkpoints(run / "checkpoints")]
+    name = version or [*newest, *reversed(found)][0]
     if name not in found:
         raise AsyncRLError(f"{run} has no version {name!r} to evaluate; there are {', '.join(found)}")
     return name, found[name]
@@ -212,7 +213,7 @@ def _config_of(options: argparse.Namespace) -> tuple[Config, bool]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="async-rl eval", description="Evaluate a trained policy on this machine.")
     parser.add_argument("source", type=Path, metavar="DIR|ADAPTER", help="run directory, PEFT folder or adapter file")
-    parser.add_argument("--version", default="", help="of a run: a kept one's number, best, final (default) or base")
+    parser.add_argument("--version", default="", help="of a run: a kept number (default: newest), best, final, base")
     parser.add_argument("--config", default="", help="a TOML file, or a shipped one's name (default: the run's own)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     parser.add_argument("--n", type=int, help="instances of each set (default: as configured)")

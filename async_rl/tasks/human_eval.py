@@ -48,6 +48,11 @@ class HumanEval:
             "train": Path(config.path).expanduser(),
             "eval": Path(config.eval_path).expanduser() if config.eval_path else packaged(),
         }
+        if not config.eval_path and paths["train"].resolve() == paths["eval"].resolve():
+            raise ConfigError(
+                f"{WHERE}: path is HumanEval itself, on which it evaluates as there is no eval_path: set eval_path to "
+                "other problems, or to the same file if what is trained on is to be evaluated"
+            )
         self._problems = {split: problems(path) for split, path in paths.items()}
         self.rewards = load_rewards(config.reward)
 

@@ -158,17 +158,22 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 LEAVES_ONE = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
 
 
+LEAVES_A_SESSION = LEAVES_ONE.replace("'600']", "'600'], start_new_session=True")
+
+
+@pytest.mark.parametrize("program", [LEAVES_ONE, LEAVES_A_SESSION])
 @pytest.mark.parametrize("ends", ["by itself", "at its limit"])
-def test_what_it_started_ends_with_it(tmp_path: Path, ends: str) -> None:
+def test_what_it_started_ends_with_it(tmp_path: Path, ends: str, program: str) -> None:
     wait = "" if ends == "by itself" else "; import time; time.sleep(600)"
-    ran = run(tmp_path, sys.executable, "-c", LEAVES_ONE + wait, limit_s=30.0 if ends == "by itself" else 1.0)
+    ran = run(tmp_path, sys.executable, "-c", program + wait, limit_s=30.0 if ends == "by itself" else 1.0)
     assert ran.code == (0 if ends == "by itself" else None)
     assert gone(int(ran.stdout))
 
 
-def test_it_ends_with_the_node_even_when_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaves", [LEAVES_ONE, LEAVES_A_SESSION])
+def test_it_ends_with_the_node_even_when_that_is_killed(tmp_path: Path, leaves: str) -> None:
     """A node of a few lines runs a program that leaves another, and is killed by kill -9."""
-    program = LEAVES_ONE.replace("print(", "open('pids', 'w').write('%d %d' % (__import__('os').getpid(), ")
+    program = leaves.replace("print(", "open('pids', 'w').write('%d %d' % (__import__('os').getpid(), ")
     program = program.replace(".pid, flush=True)", ".pid))") + "; import time; time.sleep(600)"
     node = (
         "import asyncio, os, sys; from pathlib import Path; from inference.agent_process import run_program\n"

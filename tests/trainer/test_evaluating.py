@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_a_result_of_as_many_samples_as_an_older_config_asked_for_is_not_taken_f
     assert (evaluating.pending, pins.pinned) == ((), {POLICY: False})
 
 
-def test_without_a_final_policy_the_newest_checkpoint_is_evaluated_and_not_the_best(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_evaluated_and_neither_the_best_nor_an_older_final_policy(tmp_path: Path) -> None:
     for version in (7, 9):
         (tmp_path / "checkpoints" / f"v{version:08d}").mkdir(parents=True)
     best = tmp_path / "adapters" / "best"
@@ -56,4 +57,6 @@ def test_without_a_final_policy_the_newest_checkpoint_is_evaluated_and_not_the_b
     assert choose(tmp_path, "") == ("9", tmp_path / "checkpoints" / "v00000009")
     assert choose(tmp_path, "best") == ("best", best)
     (tmp_path / "adapters" / "final").mkdir()
+    assert choose(tmp_path, "")[0] == "9"
+    shutil.rmtree(tmp_path / "checkpoints")
     assert choose(tmp_path, "")[0] == "final"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
@@ -58,7 +59,27 @@ def test_a_stream_that_is_shorter_than_it_should_be_says_so(there):
         assert rows[9] == {"n": 9}  # what there is can still be had
 
 
-def test_a_stream_that_broke_off_is_begun_again():
+def test_what_is_there_can_be_had_while_the_next_block_is_waited_for():
+    there = threading.Event()
+
+    def begin():
+        for n in range(40):
+            if n == 10:
+                assert there.wait(30)
+            yield {"n": n}
+
+    rows = ForwardRows(begin, 40, 10, "here")
+    assert [rows[n]["n"] for n in range(10)] == list(range(10))
+    assert rows._ahead is not None
+    assert rows._ahead.is_alive()
+    there.set()
+    rows._ahead.join(30)
+    assert list(rows._kept) == [0, 1]
+    assert (rows[15], rows.opened) == ({"n": 15}, 1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stream_that_broke_off_is_begun_again(ahead):
     begun = []
 
     def begin():
@@ -69,9 +90,13 @@ def test_a_stream_that_broke_off_is_begun_again():
             yield {"n": n}
 
     rows = ForwardRows(begin, 40, 10, "here")
-    assert rows[15] == {"n": 15}
-    with pytest.raises(OSError, match="network"):
-        rows[35]
+    if ahead:  # then nobody has missed it yet
+        assert rows[15] == {"n": 15}
+        assert rows._ahead is not None
+        rows._ahead.join(30)
+    else:
+        with pytest.raises(OSError, match="network"):
+            rows[35]
     assert (rows[35], rows.opened) == ({"n": 35}, 2)
 
 

@@ -32,7 +32,7 @@ def scored(row: dict[str, object], completion: str, **options: object) -> Score:
 def test_all_of_human_eval_passes_its_own_solutions_and_no_function_that_returns_nothing(sandbox: Sandbox) -> None:
     """All 164 of both; as the completion of a base model and of a chat model in turn."""
     path = str(packaged())
-    tasks = [HumanEval(HumanEvalConfig(path=path, style=style)) for style in ("plain", "chat")]
+    tasks = [HumanEval(HumanEvalConfig(path=path, eval_path=path, style=style)) for style in ("plain", "chat")]
     assert tasks[0].size("eval") == 164
 
     def right_and_empty(number: int) -> tuple[Score, Score]:
@@ -125,7 +125,9 @@ def test_a_body_ends_where_a_line_stands_at_the_margin() -> None:
 
 
 def test_the_task_asks_for_functions_and_reads_files_of_its_layout(sandbox: Sandbox) -> None:
-    task = load_task({"kind": "human_eval", "path": str(packaged())})
+    with pytest.raises(ConfigError, match="evaluates as there is no eval_path"):
+        load_task({"kind": "human_eval", "path": str(packaged())})
+    task = load_task({"kind": "human_eval", "path": str(packaged()), "eval_path": str(packaged())})
     instance = instance_of(task, "train", 164)
     assert instance == task.instance("train", 0)
     assert instance.messages is not None
