@@ -85,7 +85,8 @@ class NodeSettings(ScoringSettings, frozen=True, kw_only=True):
     flip_timeout: PositiveFloat = 60.0
     """Seconds that a new policy waits for a slot before the oldest one's requests are recomputed under it."""
     max_tokens_per_second: NonNegative = 0.0
-    """A torch node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can."""
+    """A torch node samples no faster than this: a slower machine, for experiments; 0 is as fast as it can. Samples that
+    wait for a slot count as those do that have one, so it comes to about half of this."""
     relay: bool = False
     """Pass policies on to other nodes: these dial this one, and the store sends a few copies whatever their number."""
     relay_endpoint: str = "tcp://127.0.0.1:*"
