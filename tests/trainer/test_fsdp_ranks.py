@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.scale, pytest.mark.timeout(600)]
 STEPS = 3
 SMALL = {"micro_batch_tokens": 24}  # several micro-batches on each rank
 WORLDS = (4, 2, 1)  # in this order: each goes on from a checkpoint of the one before
+SAME_LOSS = 1e-5  # relative: sums are float32, in another order for each number of ranks, and on each kind of processor
 Found = dict[tuple[str, int], list[dict[str, Any]]]
 
 
@@ -75,7 +76,7 @@ def test_losses_over_any_number_of_ranks_are_those_of_one_process(house: House, 
     alone = house.alone[kind]
     for world in WORLDS:
         found = house.on_ranks[kind, world][0]
-        assert losses(found) == pytest.approx(losses(alone), rel=1e-5, abs=0), world
+        assert losses(found) == pytest.approx(losses(alone), rel=SAME_LOSS, abs=0), world
         for mine, theirs in zip(found["steps"], alone["steps"], strict=True):
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
             assert mine["tokens"] == theirs["tokens"]
@@ -110,10 +111,10 @@ def test_a_checkpoint_goes_on_over_another_number_of_ranks_with_the_same_next_lo
     for before, world in zip((0, *WORLDS), WORLDS, strict=False):
         expected = house.alone[kind] if before == 0 else house.on_ranks[kind, before][0]
         (loss,) = losses(house.resumed[kind, world][0])
-        assert loss == pytest.approx(losses(expected)[-1], rel=1e-6, abs=0), (before, world)
+        assert loss == pytest.approx(losses(expected)[-1], rel=SAME_LOSS, abs=0), (before, world)
     for world in WORLDS:
         (loss,) = losses(house.of_one(kind, None, house.checkpoint(kind, world), steps=1))
-        assert loss == pytest.approx(losses(house.on_ranks[kind, world][0])[-1], rel=1e-6, abs=0), world
+        assert loss == pytest.approx(losses(house.on_ranks[kind, world][0])[-1], rel=SAME_LOSS, abs=0), world
 
 
 @pytest.mark.parametrize("kind", KINDS)
