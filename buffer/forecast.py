@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.errors import AsyncRLError
+from async_rl.run.exit_code import exit_code
 from buffer.assumptions import World, add_options, world_from
 from buffer.fit import settled
 from buffer.rules import Rules
@@ -230,17 +231,8 @@ def run_command(
 ) -> int:
     """One message for an error; 130 for Ctrl-C. Returns the exit code."""
     options = parser.parse_args(arguments)
-    try:
-        command(options, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
-    except AsyncRLError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    return exit_code(lambda: command(options, console), options.debug)
 
 
 def simulate_command(options: argparse.Namespace, console: Console) -> None:

@@ -17,6 +17,7 @@ from async_rl.config import Config, load_config, with_group
 from async_rl.errors import AsyncRLError
 from async_rl.proof import Proof, make_proof, probe_tokens
 from async_rl.run import parity_files
+from async_rl.run.exit_code import exit_code
 from async_rl.run.model_cache import model_path
 from async_rl.run.parity_files import Policies, PolicyFile, Served, package_versions
 from async_rl.run.process import check_house
@@ -102,14 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, help="the file to write")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an engine has to be closed
-    try:
+
+    def run() -> None:
         check_house(["inference"])
         config = with_group(load_config(options.config), options.group)
         parity_files.write(options.out, measure(config, options.folder, options.out.with_suffix(".server.log")))
-    except AsyncRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from async_rl.eval_config import DEFAULT_SET, NONE, EvalSetConfig
 from async_rl.launch_config import LaunchConfig
 from async_rl.policy.adapter import write_adapter
 from async_rl.run.directory import RUNS, RunDirectory
+from async_rl.run.exit_code import exit_code
 from async_rl.run.local import run_all
 from async_rl.run.metrics import Record, eval_sets_of, read_metrics
 from trainer.best import BEST, read_score
@@ -252,17 +253,7 @@ def _main(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: 0, or 1 with one message on error."""
     options = _parser().parse_args(arguments)
-    try:
-        _main(options)
-    except AsyncRLError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: _main(options), options.debug)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from async_rl.errors import AsyncRLError
 from async_rl.policy.adapter import canonical_config, read_adapter
 from async_rl.policy.update_file import read_snapshot
+from async_rl.run.exit_code import exit_code
 from trainer.checkpoint import check_checkpoint, find_latest
 from trainer.lora import write_peft_folder
 from trainer.merging import merge_adapter
@@ -158,15 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="path of the base model, when it is not the recorded one")
     parser.add_argument("--debug", action="store_true", help="show a traceback on error")
     options = parser.parse_args(arguments)
-    try:
+
+    def run() -> None:
         line = export(options.source, options.folder, merged=options.merged, model=options.model)
-    except AsyncRLError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.folder} written; load it with:\n  {line}")
-    return 0
+        print(f"{options.folder} written; load it with:\n  {line}")
+
+    return exit_code(run, options.debug)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.config import Config, is_mixture, load_config
-from async_rl.errors import AsyncRLError
 from async_rl.run import parity_files
+from async_rl.run.exit_code import exit_code
 from async_rl.run.model_cache import model_path
 from async_rl.run.parity_files import Policies, PolicyFile, Trained, package_versions
 from async_rl.run.process import check_house
@@ -49,13 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="a TOML file")
     parser.add_argument("--folder", required=True, type=Path, help="where to write")
     options = parser.parse_args(arguments)
-    try:
+
+    def run() -> None:
         check_house(["trainer"])
         measure(load_config(options.config), options.folder)
-    except AsyncRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import Config, ConfigError, TinyModelConfig, load_config
 from async_rl.errors import AsyncRLError
+from async_rl.run.exit_code import exit_code
 from async_rl.run.model_cache import tiny_model_path, tiny_recipe
 from async_rl.run.process import check_house
 from async_rl.tasks.environment import EnvironmentTask
@@ -321,14 +322,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)
     disable_progress_bar()  # of transformers, for a file that is written in a millisecond
-    try:
+
+    def run() -> None:
         check_house(["trainer"])
-        path = ensure_tiny_model(load_config(options.config, options.overrides), lambda line: print(line, flush=True))
-    except AsyncRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(path)
-    return 0
+        print(ensure_tiny_model(load_config(options.config, options.overrides), lambda line: print(line, flush=True)))
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError
+from async_rl.run.exit_code import exit_code
 
 Measures = dict[str, float]
 """One measurement by metric key."""
@@ -167,16 +168,14 @@ def finish_bench(document: Mapping[str, Any], options: argparse.Namespace, conso
 def bench_main(main: Callable[[argparse.Namespace, Console], None], parser: argparse.ArgumentParser) -> None:
     """Run a benchmark's `main` as a process: one message for an error, 130 for Ctrl-C."""
     options = parser.parse_args()
-    try:
+
+    def run() -> None:
         if options.compare is not None:
             _read(options.compare, options.bench)  # before anything is measured
         main(options, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
-    except AsyncRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+
+    if code := exit_code(run):
+        sys.exit(code)
 
 
 def bench_tables(document: Mapping[str, Any]) -> Group:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +14,6 @@ import msgspec
 from rich.console import Console
 
 from async_rl.config import Config, Dtype, load_config, shipped_configs
-from async_rl.errors import AsyncRLError
 from async_rl.inference_config import node_groups
 from async_rl.run.checks import (
     check_backend,
@@ -34,6 +31,7 @@ from async_rl.run.directory import LATEST, RUNS, RunDirectory
 from async_rl.run.doctor import doctor, write_files
 from async_rl.run.doctor_report import text
 from async_rl.run.drain import drain
+from async_rl.run.exit_code import exit_code
 from async_rl.run.ground import check_ground
 from async_rl.run.launch import child_environment
 from async_rl.run.local import run_all, run_node, run_services, run_trainer
@@ -95,23 +93,16 @@ MODULES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code: 0, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    console = Console()
-    try:
-        if given[:1] == ["bench"] and given[1:2] and given[1] in BENCHES:
-            _become(*BENCHES[given[1]], given[2:])
-        if given[:1] and given[0] in MODULES:
-            _become(*MODULES[given[0]], given[1:])
-        options = _parser().parse_args(given)
-        return int(options.command(options, console))
-    except AsyncRLError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return exit_code(lambda: _command(given), "--debug" in given)
+
+
+def _command(given: Sequence[str]) -> int:
+    if given[:1] == ["bench"] and given[1:2] and given[1] in BENCHES:
+        _become(*BENCHES[given[1]], given[2:])
+    if given[:1] and given[0] in MODULES:
+        _become(*MODULES[given[0]], given[1:])
+    options = _parser().parse_args(given)
+    return int(options.command(options, Console()))
 
 
 def _parser() -> argparse.ArgumentParser:

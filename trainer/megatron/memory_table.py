@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.config import Config, ConfigError, load_config
-from async_rl.errors import AsyncRLError
 from async_rl.inference_config import node_groups
 from async_rl.parallel_config import check_parallel
+from async_rl.run.exit_code import exit_code
 from async_rl.run.model_cache import model_path
 from trainer.megatron.layer_memory import WIDE
 from trainer.megatron.memory import Estimate, Stage, estimate
@@ -41,13 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    try:
+
+    def run() -> None:
         config = load_config(options.config, options.overrides)
         console.print(memory_text(config), highlight=False, soft_wrap=True)
-    except AsyncRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(run)
 
 
 def memory_text(config: Config) -> Group:
