@@ -1,6 +1,6 @@
 """Compiling the decode step ahead of time, in a process of its own:
 
-    python -P -m inference.compiled_build PACKAGE        the layout (see StepLayout) as JSON on standard input
+    python -P -m inference.compiled_build PACKAGE PARENT the layout (see StepLayout) as JSON on standard input
 
 It takes half a minute of one core and a C++ compiler. What comes out is a file that any process on this machine loads
 in milliseconds. Who waits for it goes on sampling meanwhile, and is not hurt when this process fails: the last line
@@ -138,7 +138,7 @@ class Build:
         package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._deadline = time.monotonic() + BUILD_TIMEOUT_S
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (no pipe: nobody reads while it writes)
-        command = [sys.executable, "-P", "-m", "inference.compiled_build", str(package)]
+        command = [sys.executable, "-P", "-m", "inference.compiled_build", str(package), str(os.getpid())]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said)
         assert self._child.stdin is not None
         with self._child.stdin as stdin:
@@ -167,7 +167,7 @@ class Build:
 
 def main() -> None:
     """Two that build the same take turns, and the second finds the package there."""
-    die_with_parent(os.getppid())
+    die_with_parent(int(sys.argv[2]))
     os.nice(NICENESS)
     package, layout = Path(sys.argv[1]), decode_layout(sys.stdin.buffer.read())
     with package.with_suffix(".lock").open("w") as lock:

@@ -58,11 +58,14 @@ class Watchdog:
             self._page = mmap.mmap(descriptor, PAGE_BYTES)
             self._tell()
             self._helper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(watchdog_helper.__file__)), str(descriptor), self.name],
+                [
+                    sys.executable, "-I", "-S", str(Path(watchdog_helper.__file__)), str(descriptor), self.name,
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
-            )
+            )  # fmt: skip
         finally:
             os.close(descriptor)
 

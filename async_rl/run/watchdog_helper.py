@@ -1,6 +1,6 @@
 """The watchdog's other half: a small process beside each of ours that ends it when it no longer moves.
 
-    python -I -S watchdog_helper.py PAGE_FD NAME          started by `watchdog.Watchdog`, as a child of the watched
+    python -I -S watchdog_helper.py PAGE_FD NAME PARENT   started by `watchdog.Watchdog`, as a child of the watched
 
 A thread could not do this: where C code holds the interpreter's lock no other thread runs. The watched process counts
 up in a shared page, and writes there what it is about; this one reads it. So it needs nothing of the other but its
@@ -98,7 +98,7 @@ def write_line(words: str) -> None:
 
 
 def main() -> None:
-    parent = os.getppid()
+    parent = int(sys.argv[3])  # not getppid(): who has ended by now is not the one that took its place
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the watched process's to heed
     page = mmap.mmap(int(sys.argv[1]), PAGE_BYTES, access=mmap.ACCESS_READ)

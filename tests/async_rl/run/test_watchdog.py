@@ -76,6 +76,18 @@ def test_a_main_thread_that_hangs_is_ended_and_the_last_line_says_at_what(way: s
         assert "Current thread" in "".join(lines)  # the stacks come first
 
 
+def test_of_a_process_that_ends_before_its_watcher_has_begun_nothing_stays() -> None:
+    """A watcher that then watched whoever inherited it would hold stderr open, and end that one in the end."""
+    source = "import os; from async_rl.run.watchdog import Watchdog; Watchdog('brief').start(); os._exit(7)"
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-P", "-c", source], stderr=subprocess.PIPE, text=True) as process:
+            try:
+                _, errors = process.communicate(timeout=30)
+                assert (process.returncode, errors) == (7, "")
+            finally:
+                process.kill()
+
+
 def test_a_process_that_moves_on_is_left_alone_and_takes_its_watcher_along() -> None:
     body = """
         print(watchdog._helper.pid, flush=True)
