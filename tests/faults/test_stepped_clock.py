@@ -24,6 +24,7 @@ READERS = {
     ("async_rl/run/bench.py", "time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())"): "a benchmark's date",
     ("async_rl/run/bench.py", "time.gmtime()"): "a benchmark's date",
     ("trainer/trackers.py", "time.time()"): "event files carry the date",
+    ("inference/agent_forms.py", "time.time()"): "an answer of the OpenAI form carries the date",
 }
 
 
