@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -58,15 +56,8 @@ class Task(DigitSort):
 
 def prepare(shell: real_runs.Shell) -> Path:
     """A config of the small run on the task above, from the small run's base model."""
-    making = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", str(shell.config)]
-    base = subprocess.run(making, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1]
     (shell.folder / "chancy_task.py").write_text(TASKS)
-    small = real_runs.SMALL.replace('kind = "digit_sort"', 'kind = "chancy_task:Task"')
-    tiny = "[model.tiny]\nseed = 0\naccuracy_low = 0.25\naccuracy_high = 0.3\n"
-    small = small.replace(tiny, f'[model]\npath = "{base}"\n')
-    path = shell.folder / "chancy.toml"
-    path.write_text(small)
-    return path
+    return real_runs.own_task(shell, "chancy.toml", '[task]\nkind = "chancy_task:Task"\ndigits = 8\n')
 
 
 def settings(**values: Any) -> list[str]:
