@@ -90,7 +90,7 @@ def test_a_checkpoint_goes_on_under_another_layout(chains: dict[str, Any], folde
     for other in others:
         assert other["digest"] == first["digest"]
         assert other["steps"] == first["steps"] == 2
-        assert other["loss"] == pytest.approx(first["loss"], rel=1e-5)  # float32 sums in another order
+        assert other["loss"] == pytest.approx(first["loss"], rel=1e-6)
         assert other["norm"] == pytest.approx(first["norm"], rel=1e-5)
         gap = max(np.abs(other["after"][name] - values).max() for name, values in first["after"].items())
         assert gap < 2e-5  # a step is 1e-3; where a gradient is nearly nothing, noise says how far one goes
