@@ -13,7 +13,7 @@ from browser import Browser, find_chromium
 from async_rl.run.cli import BENCHES
 from async_rl.run.metrics import read_metrics, steps_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 STEPS = 12
 POOLS = {"buffer", "store", "trainer", "node-0", "node-1"}

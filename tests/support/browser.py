@@ -18,6 +18,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 TIMEOUT_S = 30.0
+START_TIMEOUT_S = 150.0  # to its first answer: 0.5 s from memory, 20 s from a slow disk with nothing beside it
 MESSAGE_END = b"\0"
 
 
@@ -34,7 +35,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One Chromium with one tab. Every wait ends after TIMEOUT_S with an error that names what was awaited."""
+    """One Chromium with one tab. Every wait ends after its limit with an error that names what was awaited."""
 
     def __init__(self, chromium: str) -> None:
         self.events: list[dict[str, Any]] = []
@@ -59,8 +60,10 @@ class Browser:
         os.close(read_commands)
         os.close(write_answers)
         self._session: str | None = None
+        self._limit_s = START_TIMEOUT_S
         try:
             self._attach()
+            self._limit_s = TIMEOUT_S
         except BaseException:
             self.close()
             raise
@@ -81,6 +84,7 @@ class Browser:
 
     def close(self) -> None:
         """Ask it to end, as it then ends its helpers itself; whatever of its process group is left is killed."""
+        self._limit_s = TIMEOUT_S
         with suppress(OSError, RuntimeError, TimeoutError):
             self._session = None
             self.call("Browser.close")
@@ -146,7 +150,7 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + MESSAGE_END)
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._limit_s
         while True:
             answer = self._next(deadline, method)
             if answer.get("id") == self._number:
@@ -160,7 +164,7 @@ class Browser:
         while MESSAGE_END not in self._unread:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError(f"Chromium gave no answer to {awaited} within {TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"Chromium gave no answer to {awaited} within {self._limit_s:.0f} s")
             data = os.read(self._answers, 1 << 20)
             if not data:
                 raise RuntimeError(f"Chromium ended while {awaited} was awaited")
