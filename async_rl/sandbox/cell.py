@@ -79,6 +79,11 @@ class Cell:
         return [bytes(data).decode(errors="replace") for data in self.printed.values()]
 
 
+# Against its limit the kernel counts a whole tick for whoever runs when one comes: beside busy processes, programs were
+# killed for their processor time when they had had 0.6 of it.
+TICKED = 0.5
+
+
 def reason_of(why: str, code: int, cpu_s: float, limits: Limits) -> str:
     """One word for the end of a cell: by its keeper's hand (`why`), by a signal (a negative code), or by itself. One
     that was told to end may have been about to, by itself."""
@@ -86,8 +91,10 @@ def reason_of(why: str, code: int, cpu_s: float, limits: Limits) -> str:
         return why
     if code == -signal.SIGSYS:
         return "forbidden"
-    if code in (-signal.SIGKILL, -signal.SIGXCPU):
-        return "cpu" if cpu_s >= 0.9 * limits.cpu_s else "told" if why == "told" else "killed"
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= TICKED * limits.killed_at_cpu_s):
+        return "cpu"
+    if code == -signal.SIGKILL:
+        return "told" if why == "told" else "killed"
     if code < 0:
         return "disk" if code == -signal.SIGXFSZ else "signal"
     return "ok" if code == 0 else EXIT_NAMES.get(code, "error")

@@ -22,5 +22,10 @@ class Limits(NamedTuple):
     output_bytes: int = 1 << 16
     """Of what it prints on stdout and on stderr, each; one that prints more is ended."""
 
+    @property
+    def killed_at_cpu_s(self) -> int:
+        """Where a process is killed that will not end at `cpu_s`."""
+        return self.cpu_s + 1
+
 
 DEFAULT = Limits()

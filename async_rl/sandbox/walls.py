@@ -185,9 +185,10 @@ def drop_rights() -> None:
 
 def set_limits(limits: Limits) -> None:
     memory, disk = limits.memory_mb << 20, limits.disk_mb << 20
+    # Two limits: SIGXCPU at the first says why the program ended; one that ignores it is killed at the second.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.killed_at_cpu_s))
     for what, value in (
         (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_NOFILE, limits.files),
         (resource.RLIMIT_NPROC, limits.processes + 1),  # the keeper is of the same user

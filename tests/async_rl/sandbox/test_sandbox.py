@@ -224,7 +224,9 @@ def test_a_machine_that_cannot_isolate_is_refused_with_what_is_missing(sandbox: 
         ("told", -9, 4.0, "cpu"),
         ("told", 0, 0.1, "ok"),
         ("ended", -9, 4.0, "cpu"),
+        ("ended", -9, 2.6, "cpu"),  # of 5 seconds, by the kernel's count
         ("ended", -9, 0.1, "killed"),
+        ("ended", -24, 0.1, "cpu"),
         ("ended", -31, 0.1, "forbidden"),
         ("ended", -11, 0.1, "signal"),
         ("ended", 81, 0, "memory"),
