@@ -275,6 +275,9 @@ def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None)
             )
 
 
+EncodedTrajectory = bytes | memoryview | msgspec.Raw
+"""What `encode_trajectory` makes, as it is held and passed on."""
+
 FIELDS = bytes((0x90 | len(Trajectory.__struct_fields__),))  # how msgpack announces as many
 
 _encoder = msgspec.msgpack.Encoder()
@@ -327,6 +330,6 @@ def bin_head(nbytes: int) -> bytes:
     return b"\xc5" + nbytes.to_bytes(2, "big") if nbytes < 1 << 16 else b"\xc6" + nbytes.to_bytes(4, "big")
 
 
-def decode_trajectory(data: bytes | memoryview | msgspec.Raw) -> Trajectory:
+def decode_trajectory(data: EncodedTrajectory) -> Trajectory:
     """The reverse, with `arrays` a view into `data`. Raises msgspec.ValidationError on a wrong structure."""
     return _decoder.decode(data)

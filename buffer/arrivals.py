@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from async_rl.trajectory import TrajectoryError, check_header, decode_trajectory
+from async_rl.trajectory import EncodedTrajectory, TrajectoryError, check_header, decode_trajectory
 from async_rl.wire.link import Received
 from async_rl.wire.messages import HandOver, Results
 from async_rl.wire.payloads import to_keep, unpack_payloads
@@ -52,7 +52,7 @@ class _Named(msgspec.Struct, frozen=True, array_like=True):
 _name_decoder = msgspec.msgpack.Decoder(_Named)
 
 
-def read_attempt(node: str, payload: memoryview, largest: int) -> ResultArrived | None:
+def read_attempt(node: str, payload: EncodedTrajectory, largest: int) -> ResultArrived | None:
     """The head of an encoded trajectory. Of a larger one than `largest` only the name is read, as it might decode to a
     hundred times its size. None for what cannot be read: it names no attempt."""
     try:

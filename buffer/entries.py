@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
+from async_rl.trajectory import EncodedTrajectory
 from buffer.events import AnyEvent, PrefixesHandedOver, ResultArrived, ResultsArrived
 
 HEAD_BYTES = struct.Struct("<I")
@@ -30,9 +31,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Entry)
 
 
-def entry_parts(event: AnyEvent, now: float) -> list[bytes | memoryview]:
+def entry_parts(event: AnyEvent, now: float) -> list[EncodedTrajectory]:
     """The parts of its record."""
-    payloads: list[memoryview] = []
+    payloads: list[EncodedTrajectory] = []
     bare: AnyEvent = event
     if isinstance(event, ResultsArrived):
         payloads = [result.payload for result in event.results]

@@ -7,13 +7,21 @@ to reproduce the state. `now` is in seconds on a monotonic clock.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from async_rl.proof import Proof
+from async_rl.trajectory import EncodedTrajectory
 from async_rl.trajectory import Status as AttemptStatus
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import BatchGroup, Disposition, Lease, NodeMismatch, Progress, SamplingParams
 from buffer.rules import Rules
+
+if TYPE_CHECKING:
+    Opaque = EncodedTrajectory
+else:
+    Opaque = memoryview  # how msgspec reads one; none other is ever read, since the journal leaves them empty
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -100,7 +108,7 @@ class HandedPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     sample: int
     versions: tuple[VersionRun, ...]
-    payload: memoryview
+    payload: Opaque
     problem: str = ""
 
 
@@ -123,7 +131,7 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     reward: float
     versions: tuple[VersionRun, ...]
     n_tokens: int
-    payload: memoryview
+    payload: Opaque
     problem: str = ""
     note: str = ""
 
@@ -224,7 +232,7 @@ class MoveLease(Effect, frozen=True):
 
     node: str
     lease: Lease
-    payloads: tuple[bytes | memoryview, ...]
+    payloads: tuple[EncodedTrajectory, ...]
 
 
 class CancelLease(Effect, frozen=True):
@@ -239,7 +247,7 @@ class LendBatch(Effect, frozen=True):
     batch: int
     for_version: int
     groups: tuple[BatchGroup, ...]
-    payloads: tuple[bytes | memoryview, ...]
+    payloads: tuple[EncodedTrajectory, ...]
 
 
 class LendRecorded(Effect, frozen=True):

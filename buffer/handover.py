@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from async_rl.trajectory import EncodedTrajectory
 from async_rl.version import VersionRun, tokens_of
 from buffer.events import HandedPrefix, PrefixesHandedOver
 from buffer.leases import EvalLease, LeaseRecord
@@ -50,7 +51,7 @@ class Handovers:
         self.counts["handed_over"] += len(prefixes)
         return self.nobody
 
-    def placed(self, ready: Sequence[Node]) -> Iterator[tuple[LeaseRecord, tuple[bytes | memoryview, ...], Node]]:
+    def placed(self, ready: Sequence[Node]) -> Iterator[tuple[LeaseRecord, tuple[EncodedTrajectory, ...], Node]]:
         """Parked leases that a node may have, oldest first, with the prefixes of their samples, and the node. The
         caller gives the lease to the node before it asks for the next. O(parked * nodes)."""
         for lease, prefixes in list(self.parked.values()):

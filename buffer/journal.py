@@ -25,12 +25,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import xxhash
 
 from async_rl.errors import AsyncRLError
 
 Fsync = Literal["never", "interval", "always"]
-Bytes = bytes | bytearray | memoryview
+Bytes = bytes | bytearray | memoryview | msgspec.Raw
 
 MAGIC = b"arljrnl1"
 FILE_HEAD = struct.Struct("<8sQ")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from async_rl.trajectory import EncodedTrajectory
 from async_rl.version import PolicyId
 from buffer.ledger import Account, members
 from buffer.nodes import Node
@@ -66,7 +67,7 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     sample: int
     reward: float
     oldest: int
-    payload: bytes | memoryview
+    payload: EncodedTrajectory
     arrived: int
     since: float
     nbytes: int

@@ -113,7 +113,7 @@ class BufferTalk:
         elif isinstance(message, HandOver):
             payloads = unpack_payloads(message.prefixes, blobs)
             for shard, own in self._by_shard(payloads, lambda each: decode_trajectory(each).lease).items():
-                inline, large = pack_payloads([memoryview(each) for each in own])
+                inline, large = pack_payloads(own)
                 self.tell(shard, HandOver(inline), large)
         else:
             for shard in range(self.shards):

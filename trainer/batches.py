@@ -121,7 +121,7 @@ def whole_draw(parts: Sequence[Received]) -> Received:
         groups, payloads = whole_batch(drawn)
     except ValueError as error:
         raise AsyncRLError(f"batch {first.batch}: {error}") from error
-    inline, blobs = pack_payloads([memoryview(payload) for payload in payloads])
+    inline, blobs = pack_payloads(payloads)
     batch = Batch(first.batch, first.for_version, tuple(groups), inline)
     return Received(parts[0].peer, batch, [memoryview(blob) for blob in blobs])
 

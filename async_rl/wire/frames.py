@@ -54,7 +54,7 @@ class LinkClosed(LinkError):
     """The peer said goodbye, or is lost for good, or this side closed the link."""
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """`blobs` are views into the received frames; copy what must outlive them cheaply. `role` is what the peer said it
     is when it joined; empty at a client, which knows whom it dialled."""
 
@@ -81,7 +81,7 @@ class PeerLost(NamedTuple):
     left: bool = False
 
 
-class Payload(NamedTuple):
+class Payload(msgspec.Struct, frozen=True, gc=False):
     """An outgoing message as it is kept until acknowledged: encoded once, trajectories and blobs by reference. The
     body is what `parts`, buffers all of them, make when joined."""
 

@@ -192,7 +192,7 @@ def test_large_trajectories_come_as_blobs_in_their_places() -> None:
 def test_a_blob_that_is_missing_is_an_error_that_names_the_batch() -> None:
     received = lend([trajectory(1, 0, 0.0, segment((9, BLOB_BYTES)))])
     with pytest.raises(AsyncRLError, match="batch 3: a trajectory cannot be decoded"):
-        prepared(received._replace(blobs=[]))
+        prepared(msgspec.structs.replace(received, blobs=[]))
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 3], []])
@@ -206,7 +206,7 @@ def test_what_is_no_trajectory_is_an_error_that_names_the_batch() -> None:
     received = lend([trajectory(1, 0, 1.0)])
     broken = msgspec.structs.replace(received.message, trajectories=(msgspec.Raw(b"\x93\x01\x02\x03"),))
     with pytest.raises(AsyncRLError, match="batch 3: a trajectory cannot be decoded"):
-        prepared(received._replace(message=broken))
+        prepared(msgspec.structs.replace(received, message=broken))
 
 
 # --- what an answer is worth -----------------------------------------------------------------------------------------
