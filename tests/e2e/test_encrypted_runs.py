@@ -63,8 +63,8 @@ def test_pools_by_hand_need_only_their_own_keys(shell):
     assert "async-rl keys" in refused
 
     shell.start("buffer", *common, *ANYWHERE, "--set", f"buffer.keys={keys}")
-    real_runs.wait_for((run / "run.json").exists, 30, "the run directory")
-    real_runs.wait_for((run / "prometheus" / "buffer.json").exists, 30, "the buffer")
+    real_runs.wait_for((run / "run.json").exists, 100, "the run directory")
+    real_runs.wait_for((run / "prometheus" / "buffer.json").exists, 100, "the buffer")
     endpoint = json.loads((run / "run.json").read_text())["endpoint"].replace("0.0.0.0", "127.0.0.1")
     ask = ["status", endpoint, "--token", str(run / "token"), "--json", "--keys"]
     code, output = shell.run(*ask, str(own["tool"]))

@@ -141,7 +141,7 @@ def test_pools_started_by_hand_over_tcp_outlive_a_node_that_is_killed_when_anoth
     ]  # fmt: skip
     common = [str(shell.config), "--out", str(run), *endpoints]
     buffer = shell.start("buffer", *common)
-    real_runs.wait_for((run / "run.json").exists, 30, "the buffer's run directory")
+    real_runs.wait_for((run / "run.json").exists, 100, "the buffer's run directory")
     first = shell.start("infer", *common, "--name", "first")
     trainer = shell.start("train", *common)
     real_runs.wait_for(lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 5, 90, "five steps")
