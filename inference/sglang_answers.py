@@ -50,9 +50,10 @@ class Answer:
     the last one (or, from a server without incremental-streaming-output, all).
 
     With a `label` (of the weights when the call was sent) it says which weights made each token. An event names those
-    that the server has when it passes it on, and it samples nothing while they change; only the last event brings its
-    account of all tokens. So tokens that came together are of one label if the event before them had the same; else
-    they, and what follows them, are kept back until the end. What was given has to agree with the account."""
+    that the server has when it passes it on, which may be newer than those that made a token that was under way; only
+    the last event brings its account of all tokens. So tokens are given as they come while the label stays what it
+    was; with another one they, and what follows them, are kept back until the end. What was given has to agree with
+    the account."""
 
     def __init__(self, call: Call, model: Model, *, label: str | None, routed: bool) -> None:
         self._call, self._model, self._routed = call, model, routed
@@ -118,9 +119,8 @@ class Answer:
     def _labels_so_far(self, label: str) -> list[tuple[str, int]] | None:
         """None while there is doubt."""
         count = len(self._tokens)
-        if label != self._label and count > 1:
+        if label != self._label:
             return None
-        self._label = label
         self._given += [label] * count
         return [(label, count)] if count else []
 

@@ -46,12 +46,19 @@ def test_with_top_p_log_probabilities_are_those_of_what_was_left() -> None:
     assert answer.read(event(2, [4, 5], output_token_sampling_logprobs=[-1.0, -2.0]), False).logprobs == [-1.0, -2.0]
 
 
-def test_each_token_has_the_label_of_the_weights_that_the_server_had() -> None:
+def test_each_token_has_the_label_of_the_weights_that_made_it() -> None:
     answer = Answer(call(), MODEL, label="old", routed=False)
     assert answer.read(event(2, [4, 5]), False).labels == [("old", 2)]
-    assert answer.read(event(3, [6], "new"), False).labels == [("new", 1)]
-    assert answer.read(event(5, [7, 8], "new"), False).labels == [("new", 2)]
-    assert answer.read(ended(6, [9], ("old", 0, 2), ("new", 2, 6)), False).labels == [("new", 1)]
+    assert answer.read(event(3, [6]), False).labels == [("old", 1)]
+    assert answer.read(ended(4, [7], ("old", 0, 4)), False).labels == [("old", 1)]
+
+
+def test_a_token_that_was_under_way_at_a_change_is_of_the_weights_before_it() -> None:
+    answer = Answer(call(), MODEL, label="old", routed=False)
+    assert answer.read(event(1, [4]), False).tokens == [4]
+    assert answer.read(event(2, [5], "new"), False).tokens == ()
+    last = answer.read(ended(3, [6], ("old", 0, 2), ("new", 2, 3)), False)
+    assert (last.tokens, last.labels) == ([5, 6], [("old", 1), ("new", 1)])
 
 
 def test_tokens_that_came_together_across_a_change_wait_for_the_servers_account() -> None:
