@@ -59,7 +59,6 @@ class Answer:
         self._call, self._model, self._routed = call, model, routed
         self._filtered = call.temperature != 0 and call.top_p < 1
         self._label = label
-        self._given: list[str] = []  # the label of each token that is in a piece
         self._tokens: list[int] = []  # kept back
         self._logprobs: list[float] = []
         self._seen = 0
@@ -121,14 +120,13 @@ class Answer:
         count = len(self._tokens)
         if label != self._label:
             return None
-        self._given += [label] * count
         return [(label, count)] if count else []
 
     def _labels_at_the_end(self, meta: Mapping[str, Any]) -> list[tuple[str, int]]:
         spans = meta.get("weight_versions") or ()
         account = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        given = len(self._given)
-        if len(account) != self._seen or account[:given] != self._given:
+        given = self._seen - len(self._tokens)
+        if len(account) != self._seen or account[:given] != [self._label] * given:
             raise EngineError(
                 f"{self._name}: the server's account {spans} of {self._seen} tokens is not what it said before"
             )
