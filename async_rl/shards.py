@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -45,20 +45,30 @@ def split_dispositions(dispositions: Iterable[Disposition], shards: int) -> list
 
 def whole_batch(
     parts: Sequence[tuple[Sequence[BatchGroup], Sequence[Payload]]],
+    attempts_in: Callable[[Payload], int] = lambda payload: 1,
 ) -> tuple[list[BatchGroup], list[Payload]]:
     """The groups and payloads of a batch from its shards' parts: those that train for the first time by ticket, then
     the others by ticket. So the batch is the one that one buffer would have lent, where it lends by ticket. A part is
-    its groups, and their payloads back to back. Raises ValueError when these do not fit together."""
+    its groups, and their payloads back to back, each of `attempts_in` attempts of one group. Raises ValueError when
+    these do not fit together."""
     if len(parts) == 1:
         return list(parts[0][0]), list(parts[0][1])
     found: list[tuple[tuple[bool, int], BatchGroup, Sequence[Payload]]] = []
     for groups, payloads in parts:
+        counts = list(map(attempts_in, payloads))
+        declared = sum([group.size for group in groups])
+        if declared != sum(counts):
+            raise ValueError(f"{declared} trajectories declared, {sum(counts)} received")
         first = 0
         for group in groups:
-            found.append(((group.uses > 0, group.ticket), group, payloads[first : first + group.size]))
-            first += group.size
-        if first != len(payloads):
-            raise ValueError(f"{first} trajectories declared, {len(payloads)} received")
+            last, lacking = first, group.size
+            while lacking > 0:
+                lacking -= counts[last]
+                last += 1
+            if lacking:
+                raise ValueError(f"a payload of {counts[last - 1]} trajectories is not of one group")
+            found.append(((group.uses > 0, group.ticket), group, payloads[first:last]))
+            first = last
     found.sort(key=lambda each: each[0])
     return [group for _, group, _ in found], [payload for *_, own in found for payload in own]
 

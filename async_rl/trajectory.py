@@ -164,13 +164,13 @@ def lay_out(segments: Sequence[Segment]) -> tuple[tuple[SegmentHeader, ...], lis
     part those of the segments): for `Packed`, which copies them when they are sent."""
     headers = []
     parts: list[Any] = []  # arrays: mypy does not know that they are buffers
-    for segment in segments:
-        parts += (_plain(segment.tokens, IDS), _plain(segment.logprobs, LOGPROBS), _plain(segment.mask, MASK))
+    for tokens, logprobs, mask, versions, finish, arrays in segments:
+        parts += (_plain(tokens, IDS), _plain(logprobs, LOGPROBS), _plain(mask, MASK))
         extras: tuple[Extra, ...] = ()
-        for name, array in segment.extras.items():
+        for name, array in arrays.items():
             extras += (Extra(name, array.dtype.str, tuple(array.shape)),)
             parts.append(np.ascontiguousarray(array))
-        headers.append(SegmentHeader(len(segment.tokens), segment.finish, segment.versions, extras))
+        headers.append(SegmentHeader(len(tokens), finish, versions, extras))
     return tuple(headers), parts
 
 
@@ -183,16 +183,16 @@ def _plain(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def segment_arrays(trajectory: Trajectory) -> list[SegmentArrays]:
     """Views of every segment, without copying. Call `check_trajectory` first on anything from a peer."""
     out = []
-    data, offset = trajectory.arrays, 0
+    view, data, offset = np.frombuffer, trajectory.arrays, 0
     for header in trajectory.segments:
         n = header.n_tokens
-        tokens = np.frombuffer(data, IDS, n, offset)
-        logprobs = np.frombuffer(data, LOGPROBS, n, offset + 4 * n)
-        mask = np.frombuffer(data, MASK, n, offset + 8 * n)
+        tokens = view(data, IDS, n, offset)
+        logprobs = view(data, LOGPROBS, n, offset + 4 * n)
+        mask = view(data, MASK, n, offset + 8 * n)
         offset += n * BYTES_PER_TOKEN
         extras: dict[str, npt.NDArray[Any]] = {}
         for extra in header.extras:
-            array = np.frombuffer(data, extra.dtype, math.prod(extra.shape), offset)
+            array = view(data, extra.dtype, math.prod(extra.shape), offset)
             extras[extra.name] = array.reshape(extra.shape)
             offset += array.nbytes
         out.append(SegmentArrays(tokens, logprobs, mask, extras))
@@ -290,37 +290,50 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 class Packed:
-    """An encoded trajectory in pieces, arrays by reference: joined, they are what `encode_trajectory` makes. A copy of
-    arrays that nobody has touched for a while costs ten times one of what lies in the cache; so they are copied once,
-    into the message, at the moment in which that leaves. Leave them as they are until it is acknowledged."""
+    """A trajectory to be sent, encoded when it is, in pieces, the arrays by reference: joined, they are what
+    `encode_trajectory` makes. A copy of arrays that nobody has touched for a while costs ten times one of what lies in
+    the cache; so they are copied once, into the message, at the moment in which that leaves. Leave them as they are
+    until it is acknowledged. `pieces` stand for the trajectory's arrays where these were not joined (see lay_out)."""
 
-    __slots__ = ("lease", "nbytes", "parts")
+    __slots__ = ("_made", "pieces", "trajectory")
 
-    def __init__(self, lease: int, parts: tuple[Any, ...], nbytes: int) -> None:
-        self.lease = lease  # says which shard of the buffer it is for
-        self.parts = parts
-        self.nbytes = nbytes
+    def __init__(self, trajectory: Trajectory, pieces: Sequence[Any] = ()) -> None:
+        self.trajectory = trajectory
+        self.pieces = pieces or (trajectory.arrays,)
+        self._made: tuple[list[Any], int] | None = None
+
+    @property
+    def lease(self) -> int:
+        """Says which shard of the buffer it is for."""
+        return self.trajectory.lease
+
+    @property
+    def parts(self) -> list[Any]:
+        return self._encoded()[0]
 
     def __len__(self) -> int:
-        return self.nbytes
+        return self._encoded()[1]
 
     def joined(self) -> bytes:
         return b"".join(self.parts)
 
+    def _encoded(self) -> tuple[list[Any], int]:
+        """The pieces and their bytes."""
+        if self._made is None:
+            nbytes = sum([piece.nbytes for piece in self.pieces])
+            head, tail = self._head() + bin_head(nbytes), self._tail()
+            self._made = [head, *self.pieces, tail], len(head) + nbytes + len(tail)
+        return self._made
 
-def pack_trajectory(trajectory: Trajectory, pieces: Sequence[Any] = ()) -> Packed:
-    """`pieces` stand for its arrays where these were not joined (see lay_out)."""
-    of = trajectory
-    arrays = pieces or (of.arrays,)
-    nbytes = 0
-    for piece in arrays:
-        nbytes += piece.nbytes
-    head = _encoder.encode((of.lease, of.sample, of.status, of.reward, of.segments))
-    tail = _encoder.encode(
-        (of.components, of.position_rewards, of.node, of.engine, of.timings, of.note, of.policy_name)
-    )[1:]
-    head = b"".join((FIELDS, head[1:], bin_head(nbytes)))
-    return Packed(of.lease, (head, *arrays, tail), len(head) + nbytes + len(tail))
+    def _head(self) -> bytes:
+        """All that comes before the arrays, but for their announcement."""
+        of = self.trajectory
+        return FIELDS + _encoder.encode((of.lease, of.sample, of.status, of.reward, of.segments))[1:]
+
+    def _tail(self) -> bytes:
+        of = self.trajectory
+        last = (of.components, of.position_rewards, of.node, of.engine, of.timings, of.note, of.policy_name)
+        return _encoder.encode(last)[1:]
 
 
 def bin_head(nbytes: int) -> bytes:

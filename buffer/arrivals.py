@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from async_rl.trajectory import EncodedTrajectory, TrajectoryError, check_header, decode_trajectory
+from async_rl.bundle import decode_bundle, is_bundle, is_sound, names_in, taken_apart
+from async_rl.trajectory import (
+    BYTES_PER_TOKEN,
+    EncodedTrajectory,
+    TrajectoryError,
+    check_header,
+    decode_trajectory,
+)
 from async_rl.wire.link import Received
 from async_rl.wire.messages import HandOver, Results
 from async_rl.wire.payloads import to_keep, unpack_payloads
-from buffer.events import ResultArrived
+from buffer.events import BundleArrived, ResultArrived
 
 log = logging.getLogger("buffer")
 
 NOTHING = memoryview(b"")
+Result = ResultArrived | BundleArrived
 NOTE_CHARACTERS = 200  # nodes write no more
 
 
-def read_results(received: Received, largest: int, holder: Callable[[int], str]) -> tuple[list[ResultArrived], int]:
+def read_results(received: Received, largest: int, holder: Callable[[int], str]) -> tuple[list[Result], int]:
     """The encoded trajectories of a message, and how many things in it could not be read. One of more than `largest`
     bytes, and one that contradicts itself, is an event with a problem: its attempt is known. Only of those that are
     under a lease of their sender (`holder` of its number) the payload is kept, here and in the journal."""
@@ -30,16 +38,47 @@ def read_results(received: Received, largest: int, holder: Callable[[int], str])
     except ValueError as error:
         log.error("what node %s sampled cannot be read: %s", received.peer, error)
         return [], 1
-    node, results, broken = received.peer, [], 0
+    node, broken = received.peer, 0
+    results: list[Result] = []
     for payload in to_keep(payloads):
-        result = read_attempt(node, payload, largest)
-        if result is None:
-            broken += 1
-        elif holder(result.lease) == node:
-            results.append(result)
+        if isinstance(message, Results) and is_bundle(payload):
+            read = read_bundle(node, payload, largest)
         else:
-            results.append(msgspec.structs.replace(result, payload=NOTHING))
+            alone = read_attempt(node, payload, largest)
+            read = [] if alone is None else [alone]
+        broken += not read
+        for result in read:
+            known = holder(result.lease) == node
+            results.append(result if known else msgspec.structs.replace(result, payload=NOTHING))
     return results, broken
+
+
+def attempts_of(result: Result) -> int:
+    return len(result.samples) if isinstance(result, BundleArrived) else 1
+
+
+def read_bundle(node: str, payload: EncodedTrajectory, largest: int) -> Sequence[Result]:
+    """A bundle as one event; where there is something wrong with it, an event for each attempt, as if each had come
+    alone. Empty for what cannot be read: it names no attempt."""
+    try:
+        named = names_in(payload)
+        room = largest * len(named.samples)
+        if len(payload) > room:
+            problem = f"a bundle of {len(payload)} bytes, more than the {room} that were reserved for it"
+            return [too_large(node, named.lease, sample, problem) for sample in named.samples]
+        bundle = decode_bundle(payload)
+        if is_sound(bundle) and max(bundle.n_tokens) * BYTES_PER_TOKEN <= largest:
+            return (
+                BundleArrived(
+                    node, bundle.lease, bundle.samples, bundle.version, bundle.digest, bundle.rewards, bundle.sampled,
+                    payload,
+                ),
+            )  # fmt: skip
+        read = [read_attempt(node, alone, largest) for alone in taken_apart(payload)]
+    except (msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError) as error:
+        log.error("node %s sent a bundle of trajectories that cannot be read: %s", node, error)
+        return ()
+    return [result for result in read if result is not None]
 
 
 class _Named(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +91,10 @@ class _Named(msgspec.Struct, frozen=True, array_like=True):
 _name_decoder = msgspec.msgpack.Decoder(_Named)
 
 
+def too_large(node: str, lease: int, sample: int, problem: str) -> ResultArrived:
+    return ResultArrived(node, lease, sample, "ok", 0.0, (), 0, NOTHING, problem)
+
+
 def read_attempt(node: str, payload: EncodedTrajectory, largest: int) -> ResultArrived | None:
     """The head of an encoded trajectory. Of a larger one than `largest` only the name is read, as it might decode to a
     hundred times its size. None for what cannot be read: it names no attempt."""
@@ -59,7 +102,7 @@ def read_attempt(node: str, payload: EncodedTrajectory, largest: int) -> ResultA
         if len(payload) > largest:
             named = _name_decoder.decode(payload)
             problem = f"{len(payload)} bytes, more than the {largest} that were reserved for it"
-            return ResultArrived(node, named.lease, named.sample, "ok", 0.0, (), 0, NOTHING, problem)
+            return too_large(node, named.lease, named.sample, problem)
         of = decode_trajectory(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.error("node %s sent a trajectory that cannot be decoded: %s", node, error)

@@ -10,9 +10,11 @@ each measurement, and every attempt must be accounted for by what was delivered.
                    them. Only the filling is timed, after some rounds that are not. The receiver here is the buffer,
                    which checks every header and keeps the arrays packed, by design; arrays are built and sampled in
                    the next arm only.
-    ingest + draw  a trainer process draws batch after batch, decodes, checks the headers, builds the arrays into the
-                   same ring as the raw arm's receiver, samples, confirms, and publishes the next version, which the
-                   nodes then serve: what is timed is a steady state, by what the trainer has taken in.
+    ingest + draw  a trainer process draws batch after batch, decodes, checks the headers, publishes the next version,
+                   which the nodes then serve, confirms, and while the next batch is on its way builds the arrays into
+                   the same ring as the raw arm's receiver, and samples: what is timed is a steady state, by what the
+                   trainer has taken in. (A trainer that trains confirms after that. Here there is nothing but the link,
+                   which would wait for the ring and the ring for it.)
 
 Both measure the link, the rules and the forwarding, so the service writes no journal (bench_transport_service.py);
 `ingest, journal` is the first with the service as it is in a run. Its journal is not synced to the disk.
@@ -35,6 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from async_rl.bundle import bundled, trajectories_of
 from async_rl.config import Config, batch_bytes, config_from_table, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import pacing
@@ -47,9 +50,7 @@ from async_rl.trajectory import (
     Segment,
     Trajectory,
     check_header,
-    decode_trajectory,
     lay_out,
-    pack_trajectory,
     segment_arrays,
 )
 from async_rl.version import PolicyId, VersionRun
@@ -90,8 +91,8 @@ from buffer.bench_transport_arms import (
 
 EMPTY = memoryview(b"")
 FINGERPRINT = {"benchmark": "transport"}
-GROUPS_PER_STEP, GROUP_SIZE = 32, 8
-BATCH = GROUPS_PER_STEP * GROUP_SIZE
+GROUP_SIZE = 8
+STEP_TOKENS, LEAST_GROUPS = 1 << 20, 32  # of a batch
 AHEAD = 2048  # samples a node asks for beyond those it has delivered: with 1024 it was leases that nodes waited for
 FILL_BYTES = 384 << 20  # of arrays in one round of ingest
 WARM_FILLS = 3  # until all memory is touched, and the journal writes over its files
@@ -99,7 +100,12 @@ FILLS = 3
 FILL_S = 120.0  # for one, on a busy machine
 DRAW_STALENESS = 8  # batches that nodes may be ahead while a trainer draws
 STEPS = 1_000_000
-LOOK_S = 0.005  # how often a node without work looks for a new version
+LOOK_S = 0.02  # how often a node without work looks for a new version
+
+
+def groups_per_step(tokens: int) -> int:
+    """Of a batch of trajectories of so many tokens: 128 at 1,024, and so 1,024 trajectories."""
+    return max(LEAST_GROUPS, STEP_TOKENS // (GROUP_SIZE * tokens))
 
 
 def policy(version: int) -> PolicyId:
@@ -150,8 +156,8 @@ def house(tokens: int, max_staleness: int, journal: bool = False, curve: bool = 
         "inference": {"max_context": tokens},
         "buffer": {
             "endpoint": "tcp://127.0.0.1:*", "store_endpoint": "tcp://127.0.0.1:*", "max_staleness": max_staleness,
-            "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "capacity_bytes": 1 << 60, "fsync": "never",
-            "keys": str(folder / "keys") if curve else "",
+            "groups_per_step": groups_per_step(tokens), "group_size": GROUP_SIZE, "capacity_bytes": 1 << 60,
+            "fsync": "never", "keys": str(folder / "keys") if curve else "",
         },
     }  # fmt: skip
     config = config_from_table(table, "bench transport")
@@ -240,13 +246,13 @@ class Node:
 
     def _deliver(self) -> None:
         """One message with the next trajectories that are owed."""
-        results: list[Packed] = []
-        while self._owed and len(results) < self._per_message:
+        attempts: list[Packed] = []
+        while self._owed and len(attempts) < self._per_message:
             lease, sample = self._owed.popleft()
-            results.append(self._answer(lease, sample, next(self._arrays)))
-        inline, blobs = pack_payloads(results)
+            attempts.append(self._answer(lease, sample, next(self._arrays)))
+        inline, blobs = pack_payloads(bundled(attempts))
         self._link.send(Results(inline), blobs)
-        self._delivered += len(results)
+        self._delivered += len(attempts)
         self._all_delivered[self._seed] = self._delivered
 
     def _answer(self, lease: int, sample: int, arrays: Arrays) -> Packed:
@@ -255,7 +261,7 @@ class Node:
         headers, pieces = lay_out([Segment(*arrays, (run,), "stop")])
         reward = self._random.random()
         trajectory = Trajectory(lease, sample, "ok", reward, headers, EMPTY, node=self._name, engine="bench")
-        return pack_trajectory(trajectory, pieces)
+        return Packed(trajectory, pieces)
 
     def _wait(self) -> None:
         """For a lease, or until it is time to look for a new version."""
@@ -289,20 +295,20 @@ class Trainer:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Train batches first..last-1, and yield each version that is published by it. The next draw is asked for with
-        the confirmation, so that its batch is under way as early as may be."""
+        the confirmation, before `take` sees any of this batch, so that there is always one under way."""
         self._link.send(Draw(first))
         for step in range(first, last):
             received = receive(self._link, Batch)
-            dispositions = []
-            for payload in unpack_payloads(received.message.trajectories, received.blobs):
-                trajectory = decode_trajectory(payload)
+            payloads = unpack_payloads(received.message.trajectories, received.blobs)
+            trajectories = [trajectory for payload in payloads for trajectory in trajectories_of(payload)]
+            for trajectory in trajectories:
                 check_header(trajectory)
-                self._take(trajectory)
-                dispositions.append(Disposition(trajectory.lease, trajectory.sample, "trained"))
             self._link.send(PolicyPublished(policy(step + 1)))
-            self._link.send(Confirm(step, tuple(dispositions)))
+            self._link.send(Confirm(step, tuple([Disposition(of.lease, of.sample, "trained") for of in trajectories])))
             if step + 1 < last:
                 self._link.send(Draw(step + 1))
+            for trajectory in trajectories:
+                self._take(trajectory)
             receive(self._link, Confirmed)
             yield step + 1
 
@@ -324,8 +330,9 @@ def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
 
 
 def per_message(load: Load, coalesced: bool) -> int:
-    """Trajectories to a message: one, or as many as make about COALESCE_BYTES."""
-    return max(1, COALESCE_BYTES // load.nbytes) if coalesced else 1
+    """Trajectories to a message: one, or as many as make about COALESCE_BYTES, in whole groups if several fit."""
+    fit = COALESCE_BYTES // load.nbytes
+    return math.ceil(fit / GROUP_SIZE) * GROUP_SIZE if coalesced and fit > 1 else 1
 
 
 def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: Any, delivered: Any) -> None:
@@ -336,7 +343,9 @@ def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: A
 
 def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bool = False) -> Measures:
     """FILLS timed rounds after WARM_FILLS that are not; load's times do not apply."""
-    batches = math.ceil(FILL_BYTES / (BATCH * load.nbytes))
+    groups = groups_per_step(load.tokens)
+    batch = groups * GROUP_SIZE
+    batches = math.ceil(FILL_BYTES / (batch * load.nbytes))
     with Crew() as crew, house(load.tokens, batches - 1, journal, curve) as made:
         version, delivered = shared(crew, load)
         link = dial(made.path, "trainer", "trainer")
@@ -346,9 +355,9 @@ def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bo
         for fill in range(WARM_FILLS + FILLS):
             started, before = time.monotonic(), crew.cpu_s()
             version.value = fill * batches
-            due = (fill + 1) * batches * BATCH
+            due = (fill + 1) * batches * batch
             crew.wait_until(lambda due=due: sum(delivered) == due, "the nodes to deliver", FILL_S)  # type: ignore[misc]
-            crew.wait_until(lambda: ask_status(link).ready_groups == batches * GROUPS_PER_STEP, "the buffer to accept")
+            crew.wait_until(lambda: ask_status(link).ready_groups == batches * groups, "the buffer to accept")
             if fill >= WARM_FILLS:
                 seconds, used = seconds + time.monotonic() - started, used + crew.cpu_s() - before
             for _ in trainer.steps(fill * batches, (fill + 1) * batches):
@@ -356,7 +365,7 @@ def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bo
             link.send(Checkpointed((fill + 1) * batches))
         check_status(ask_status(link))
         link.close()
-        return measures(load, FILLS * batches * BATCH, seconds, used)
+        return measures(load, FILLS * batches * batch, seconds, used)
 
 
 def measure_draw(load: Load, coalesced: bool) -> Measures:

@@ -26,7 +26,7 @@ class Departures:
         apply: Callable[[str, events.AnyEvent], None],
         send: Callable[[str, Message], None],
         present: Collection[str],
-        read: Callable[[Received], Sequence[events.ResultArrived]],
+        read: Callable[[Received], Sequence[events.ResultArrived | events.BundleArrived]],
     ) -> None:
         self._apply = apply
         self._send = send
@@ -61,6 +61,8 @@ class Departures:
     def _on_hand_over(self, received: Received) -> None:
         leases: dict[int, list[events.HandedPrefix]] = defaultdict(list)
         for result in self._read(received):
+            if isinstance(result, events.BundleArrived):
+                continue  # none is read in a hand-over
             prefix = events.HandedPrefix(result.sample, result.versions, result.payload, result.problem)
             leases[result.lease].append(prefix)
         for lease, prefixes in leases.items():

@@ -5,18 +5,20 @@ These handlers belong to `buffer.replay.Replay`, and change its state as its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from async_rl.proof import CANARY
+from async_rl.wire.messages import BatchGroup
 from buffer import restarts
 from buffer.adaptive import Report, next_bound
 from buffer.events import BatchConfirmed, DrawRequested, Effect, LendBatch, LendRecorded, PolicyRegistered
-from buffer.groups import batch_group
 from buffer.quarantine import KEPT
 from buffer.results import remember, sort_dispositions
 
 if TYPE_CHECKING:
+    from buffer.groups import Group
+    from buffer.leases import Held
     from buffer.replay import Replay
 
 
@@ -50,11 +52,11 @@ def lend(replay: Replay, now: float, effects: list[Effect]) -> None:
         replay.lent = replay.groups.draw(replay.confirmed_batches)
     if replay.lent is not None:
         replay.draw_pending = False
-        good = [list(group.good.values()) for group in replay.lent]
-        payloads = tuple([held.payload for each in good for held in each])
+        held = [group.held for group in replay.lent]
+        payloads = tuple([each.payload for own in held for each in own])
         uses, ticket = replay.groups.pool.uses, replay.rules.ticket
-        pairs = zip(replay.lent, good, strict=True)
-        lent = tuple([batch_group(ticket(group.ticket), group, each, now, uses(group.ticket)) for group, each in pairs])
+        pairs = zip(replay.lent, held, strict=True)
+        lent = tuple([batch_group(ticket(group.ticket), group, own, now, uses(group.ticket)) for group, own in pairs])
         effects.append(LendBatch(replay.confirmed_batches, replay.confirmed_batches, lent, payloads))
 
 
@@ -77,6 +79,19 @@ def batch_confirmed(replay: Replay, event: BatchConfirmed, now: float, effects: 
     if rules.adaptive:
         replay.bound = next_bound(replay.bound, Report(event.ess, event.k3), rules)
     replay.groups.sweep(replay.confirmed_batches)
+
+def batch_group(ticket: int, group: Group, held: Sequence[Held], now: float, uses: int) -> BatchGroup:
+    """How a group that is lent at `now` with these attempts, for the (uses + 1)-th time, is named to the trainer, by
+    the run's number of its ticket."""
+    arrived: list[int] = []
+    held_s: list[float] = []
+    for each in held:
+        count = each.samples.bit_count()
+        arrived += [each.arrived] * count
+        held_s += [now - each.since] * count
+    return BatchGroup(
+        ticket, group.try_, group.instance, len(arrived), tuple(arrived), tuple(held_s), now - group.leased_at, uses
+    )
 
 
 HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {

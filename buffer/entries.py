@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from async_rl.trajectory import EncodedTrajectory
-from buffer.events import AnyEvent, PrefixesHandedOver, ResultArrived, ResultsArrived
+from buffer.events import AnyEvent, BundleArrived, PrefixesHandedOver, ResultArrived, ResultsArrived
 
 HEAD_BYTES = struct.Struct("<I")
 NOTHING = memoryview(b"")
@@ -38,7 +38,7 @@ def entry_parts(event: AnyEvent, now: float) -> list[EncodedTrajectory]:
     if isinstance(event, ResultsArrived):
         payloads = [result.payload for result in event.results]
         bare = ResultsArrived(tuple([replace(result, payload=NOTHING) for result in event.results]))
-    elif isinstance(event, ResultArrived):
+    elif isinstance(event, ResultArrived | BundleArrived):
         payloads = [event.payload]
         bare = replace(event, payload=NOTHING)
     elif isinstance(event, PrefixesHandedOver):
@@ -71,7 +71,7 @@ def _filled(event: AnyEvent, payloads: Iterator[memoryview]) -> AnyEvent:
     if isinstance(event, ResultsArrived):
         pairs = zip(event.results, payloads, strict=True)
         return ResultsArrived(tuple([replace(result, payload=payload) for result, payload in pairs]))
-    if isinstance(event, ResultArrived):
+    if isinstance(event, ResultArrived | BundleArrived):
         (payload,) = payloads
         return replace(event, payload=payload)
     if isinstance(event, PrefixesHandedOver):

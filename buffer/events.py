@@ -136,11 +136,26 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
     note: str = ""
 
 
+class BundleArrived(Event, frozen=True, tag=True, array_like=True):
+    """Good attempts of a lease came back in one payload, a bundle (async_rl.bundle), all of them sampled under version
+    and digest. `rewards` and `sampled` (tokens) have an entry for each of `samples`. Apart from how it is kept and lent
+    it is as if each had come alone."""
+
+    node: str
+    lease: int
+    samples: tuple[int, ...]
+    version: int
+    digest: str
+    rewards: tuple[float, ...]
+    sampled: tuple[int, ...]
+    payload: Opaque
+
+
 class ResultsArrived(Event, frozen=True, tag=True, array_like=True):
     """Several results, of any nodes, as if each had come alone, except that what follows from them (lending, leasing)
     is decided once, after the last: what arrives in one burst is one event."""
 
-    results: tuple[ResultArrived, ...]
+    results: tuple[ResultArrived | BundleArrived, ...]
 
 
 class TrainerJoined(Event, frozen=True, tag=True, array_like=True):
@@ -206,7 +221,8 @@ class RunFinished(Event, frozen=True, tag=True, array_like=True):
 
 AnyEvent = (
     BufferStarted | TrainerJoined | Checkpointed | NodeJoined | NodeAttested | NodeHeld | NodeRefused | NodeWanted
-    | NodeDraining | NodeLost | ResultArrived | ResultsArrived | SamplesReturned | PrefixesHandedOver | PolicyRegistered
+    | NodeDraining | NodeLost | ResultArrived | BundleArrived | ResultsArrived | SamplesReturned | PrefixesHandedOver
+    | PolicyRegistered
     | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
 )  # fmt: skip
 

@@ -22,12 +22,12 @@ from types import MappingProxyType
 from typing import Literal
 
 from async_rl.version import is_stale
-from async_rl.wire.messages import BatchGroup, Outcome, Progress
+from async_rl.wire.messages import Outcome, Progress
 from buffer.admission import TicketQueue
 from buffer.capacity import Credit
 from buffer.instances import Instances
-from buffer.leases import Held, LeaseRecord
-from buffer.ledger import TRAINING, Ledger, mask_of, members
+from buffer.leases import Held, LeaseRecord, samples_of
+from buffer.ledger import TRAINING, Ledger, members
 from buffer.newest import NewestFirst
 from buffer.order import Order
 from buffer.reuse import SHORT, Pool, lent_again
@@ -79,23 +79,32 @@ class Group:
         return sum(record.leased.bit_count() for record in self.leases)
 
     @property
-    def good(self) -> dict[int, Held]:
-        """The good attempts, by sample, in order."""
-        held = {each.sample: each for record in self.leases for each in record.held}
-        return {sample: held[sample] for sample in sorted(held)}
+    def good(self) -> int:
+        """How many good attempts there are."""
+        return samples_of(each for record in self.leases for each in record.held).bit_count()
+
+    @property
+    def held(self) -> list[Held]:
+        """The good attempts, in the order of their samples (of bundles, of the first ones)."""
+        return sorted([each for record in self.leases for each in record.held], key=first_sample)
 
 
 def verdict(group: Group, on_short_group: OnShortGroup, zero_variance: ZeroVariance) -> Verdict:
     """What a group is, now that one of its leases was closed."""
     if group.open_leases or group.missing_mask:
         return "incomplete"
-    if group.failed and (on_short_group == "drop" or len(group.good) < 2):
+    if group.failed and (on_short_group == "drop" or group.good < 2):
         return "short_group"
     if zero_variance == "refill":
-        rewards = [held.reward for held in group.good.values()]
-        if len(rewards) > 1 and len(set(rewards)) == 1:
+        held = group.held
+        if group.good > 1 and min(each.lowest for each in held) == max(each.highest for each in held):
             return "zero_variance"
     return "ready"
+
+
+def first_sample(held: Held) -> int:
+    """Orders payloads: the lowest bit of their samples."""
+    return held.samples & -held.samples
 
 
 class Groups:
@@ -317,23 +326,27 @@ class Groups:
 
     def _drop_stale(self, group: Group, version: int) -> bool:
         """Whether there was anything to drop; what is left is looked at again when its own age has come."""
-        good = group.good
-        stale = {sample for sample, held in good.items() if self._is_stale(version, held.oldest)}
-        if len(stale) < len(good):
-            self.enter_age(group.ticket, min(held.oldest for sample, held in good.items() if sample not in stale))
-        if not stale:
+        held = group.held
+        fresh = [each.oldest for each in held if not self._is_stale(version, each.oldest)]
+        if fresh:
+            self.enter_age(group.ticket, min(fresh))
+        if len(fresh) == len(held):
             return False
-        if not group.reserved:  # it is ready, or was and is not leased again yet
-            dropped_bytes = sum([good[sample].nbytes for sample in stale])
-            self.credit.dropped(dropped_bytes)
-            group.payload_bytes -= dropped_bytes
-            group.ready = False
+        missed = 0
         for record in group.leases:
-            dropped = [held.sample for held in record.held if held.sample in stale]
-            if dropped:
-                self.ledger.move(record, mask_of(dropped), "ready", "dropped.stale")
-                record.held = tuple([held for held in record.held if held.sample not in stale])
-        self._miss(group, mask_of(stale))
+            stale = [each for each in record.held if self._is_stale(version, each.oldest)]
+            if not stale:
+                continue
+            samples = samples_of(stale)
+            self.ledger.move(record, samples, "ready", "dropped.stale")
+            record.held = tuple([each for each in record.held if not self._is_stale(version, each.oldest)])
+            missed |= samples
+            if not group.reserved:  # it is ready, or was and is not leased again yet
+                dropped_bytes = sum([each.nbytes for each in stale])
+                self.credit.dropped(dropped_bytes)
+                group.payload_bytes -= dropped_bytes
+                group.ready = False
+        self._miss(group, missed)
         return True
 
     # --- the end, and the beginning ----------------------------------------------------------------------------------
@@ -384,12 +397,3 @@ class Groups:
 
 def order_of(rules: Rules) -> Order:
     return NewestFirst(rules.fresh_groups) if rules.newest_first else Order(rules.fresh_groups, rules.window)
-
-
-def batch_group(ticket: int, group: Group, good: Sequence[Held], now: float, uses: int) -> BatchGroup:
-    """How a group that is lent at `now` with these attempts, for the (uses + 1)-th time, is named to the trainer, by
-    the run's number of its ticket."""
-    return BatchGroup(
-        ticket, group.try_, group.instance, len(good), tuple([held.arrived for held in good]),
-        tuple([now - held.since for held in good]), now - group.leased_at, uses,
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -60,17 +60,27 @@ def eval_seed(run_seed: int, eval_set: str, instance: int, sample: int, try_: in
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """A good attempt, held here: `oldest` is the version of its oldest sampled token (with on_stale = "mask" of its
-    newest: see async_rl.version.judged_version); `arrived` the batches confirmed
-    when it came, `since` the time; `nbytes` the size of the payload, which a restored attempt may have lost."""
+    """Good attempts of a lease that came in one payload, one or a bundle: `samples` is their mask. `lowest` and
+    `highest` are of their rewards. `oldest` is the version of the oldest sampled token of each (with on_stale = "mask"
+    of its newest: see async_rl.version.judged_version); `arrived` the batches confirmed when they came, `since` the
+    time; `nbytes` the size of the payload, which restored attempts may have lost."""
 
-    sample: int
-    reward: float
+    samples: int
+    lowest: float
+    highest: float
     oldest: int
     payload: EncodedTrajectory
     arrived: int
     since: float
     nbytes: int
+
+
+def samples_of(held: Iterable[Held]) -> int:
+    """The mask of all their samples."""
+    mask = 0
+    for each in held:
+        mask |= each.samples
+    return mask
 
 
 class LeaseRecord(Account):

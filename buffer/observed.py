@@ -19,7 +19,7 @@ from async_rl.wire.link import Server
 from async_rl.wire.messages import NodeReady, NodeStatus, NodeWants, Status
 from async_rl.wire.seen import NOTHING_SEEN, Seen
 from buffer import gauges
-from buffer.events import ResultArrived
+from buffer.events import BundleArrived, ResultArrived
 from buffer.leases import EVAL_TICKET, Leases
 from buffer.nodes import NodeView
 from buffer.replay import Replay
@@ -52,7 +52,7 @@ class Observed:
         self._lengths: Counter[int] = Counter()
         self._push_seconds = Histogram()
 
-    def arrived(self, results: Iterable[ResultArrived], leases: Leases) -> None:
+    def arrived(self, results: Iterable[ResultArrived | BundleArrived], leases: Leases) -> None:
         """Before they are applied: how many tokens were sampled for each good answer that may train."""
         lengths = self._lengths
         for number, of_lease in groupby(results, attrgetter("lease")):
@@ -60,7 +60,10 @@ class Observed:
             if lease is None or lease.ticket == EVAL_TICKET:
                 continue
             for result in of_lease:
-                if result.status == "ok":
+                if isinstance(result, BundleArrived):
+                    for sampled in result.sampled:
+                        lengths[length_bin(sampled)] += 1
+                elif result.status == "ok":
                     runs = result.versions
                     lengths[length_bin(runs[0].count if len(runs) == 1 else tokens_of(runs))] += 1
 

@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from async_rl.version import is_stale, judged_version
 from async_rl.wire.messages import MAX_EVALUATED, Lease, Progress
-from buffer import attesting, drawing, leaving, restarts
+from buffer import attesting, bundled, drawing, leaving, restarts
 from buffer.adaptive import AdaptiveBound, adaptive_lead
 from buffer.admission import least_version, may_lease
 from buffer.evaluation import Evaluations
 from buffer.events import (
     AnyEvent,
     BufferStarted,
+    BundleArrived,
     CancelLease,
     Effect,
     EndRun,
@@ -65,7 +66,7 @@ __all__ = ["Replay", "Rules", "rules_from_config"]
 
 class Replay:
     """Owns all state of one run's buffer. Only `apply` changes it, and the handlers that it calls: those here, and
-    those of buffer.attesting, buffer.drawing, buffer.leaving and buffer.restarts."""
+    those of buffer.attesting, buffer.bundled, buffer.drawing, buffer.leaving and buffer.restarts."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -189,9 +190,10 @@ class Replay:
     def _after_end(self, event: AnyEvent, effects: list[Effect]) -> None:
         results = event.results if isinstance(event, ResultsArrived) else (event,)
         for result in results:
-            if isinstance(result, ResultArrived):
-                self.outside_counts["late"] += 1
-                effects.append(ResultRefused(result.node, result.lease, result.sample, "the run has ended"))
+            if isinstance(result, ResultArrived | BundleArrived):
+                for sample in result.samples if isinstance(result, BundleArrived) else (result.sample,):
+                    self.outside_counts["late"] += 1
+                    effects.append(ResultRefused(result.node, result.lease, sample, "the run has ended"))
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -233,13 +235,19 @@ class Replay:
     # --- results -----------------------------------------------------------------------------------------------------
 
     def _result_arrived(self, event: ResultArrived, now: float, effects: list[Effect]) -> None:
-        self._deliver(event.lease, (event,), now, effects)
+        self.deliver(event.lease, (event,), now, effects)
 
     def _results_arrived(self, event: ResultsArrived, now: float, effects: list[Effect]) -> None:
-        for number, results in groupby(event.results, attrgetter("lease")):
-            self._deliver(number, results, now, effects)
+        kinds: Iterator[tuple[type, Iterator[Any]]] = groupby(event.results, type)
+        for kind, results in kinds:
+            if kind is BundleArrived:
+                for bundle in results:
+                    bundled.bundle_arrived(self, bundle, now, effects)
+            else:
+                for number, own in groupby(results, attrgetter("lease")):
+                    self.deliver(number, own, now, effects)
 
-    def _deliver(self, number: int, results: Iterable[ResultArrived], now: float, effects: list[Effect]) -> None:
+    def deliver(self, number: int, results: Iterable[ResultArrived], now: float, effects: list[Effect]) -> None:
         """Results under one lease. What closes an attempt otherwise is booked at once, the good ones together at the
         end, so that a group that came whole costs one move."""
         lease = self.leases.find(number)
@@ -292,13 +300,14 @@ class Replay:
                 self.groups.enter_age(lease.ticket, judged)
             samples |= 1 << sample
             self.handovers.arrived(lease.lease, sample, versions)
-            held.append(Held(sample, event.reward, judged, event.payload, version, now, len(event.payload)))
+            reward, payload = event.reward, event.payload
+            held.append(Held(1 << sample, reward, reward, judged, payload, version, now, len(payload)))
         if stale:
             self.groups.give_back(lease, stale, "stale")  # saves work, as the sweep does
         if samples:
             lease.held += tuple(held)
             self.groups.accept(lease, samples)
-        self._closed(lease, len(results))
+        self.closed(lease, len(results))
 
     def _close_failed(self, event: ResultArrived, lease: LeaseRecord, refusal: Refusal | None) -> None:
         if refusal is not None:
@@ -307,7 +316,7 @@ class Replay:
             self.groups.fail(lease, event.sample, "env_failed", f"on {event.node}: {event.note}")
         else:
             self.groups.fail(lease, event.sample, "cancelled", f"given up by {event.node}")
-        self._closed(lease, 1)
+        self.closed(lease, 1)
 
     def _close_evaluated(self, event: ResultArrived, lease: EvalLease, refusal: Refusal | None) -> None:
         if refusal is not None:
@@ -316,11 +325,11 @@ class Replay:
             self.evaluations.evaluated(lease, event.reward)
         else:
             self.evaluations.failed(lease, "env_failed" if event.status == "env_failed" else "cancelled")
-        self._closed(lease, 1)
+        self.closed(lease, 1)
 
     # --- closing leases ----------------------------------------------------------------------------------------------
 
-    def _closed(self, lease: LeaseRecord, samples: int) -> None:
+    def closed(self, lease: LeaseRecord, samples: int) -> None:
         """Its node owes so many samples less, as the ledger knows by now."""
         node = lease.holder
         node.leased_samples -= samples
@@ -344,7 +353,7 @@ class Replay:
             self.evaluations.dropped(lease, why)
         else:
             self.groups.give_back(lease, owed, why)
-        self._closed(lease, owed.bit_count())
+        self.closed(lease, owed.bit_count())
 
     def cancel(self, number: int, reason: str, effects: list[Effect]) -> None:
         """Take back an open lease, whatever it still owes."""
@@ -448,6 +457,7 @@ class Replay:
         Ticked: _ticked,
         RunFinished: _run_finished,
         **attesting.HANDLERS,
+        **bundled.HANDLERS,
         **drawing.HANDLERS,
         **leaving.HANDLERS,
         **restarts.HANDLERS,

@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING
 
 from async_rl.version import is_stale, staleness
 from async_rl.wire.messages import Outcome
-from buffer.leases import derive
-from buffer.ledger import mask_of
+from buffer.leases import derive, samples_of
 
 if TYPE_CHECKING:
     from buffer.groups import Group
@@ -129,15 +128,16 @@ class Pool:
 
 
 def only_trained(group: Group, trained: Mapping[int, int]) -> bool:
-    """Forget a group's attempts that the trainer did not take; whether enough is left to compare with each other."""
+    """Forget a group's attempts that the trainer did not take; whether enough is left to compare with each other. (Each
+    is held for itself: with reuse no bundle is, see Replay.)"""
     before = sum([len(record.held) for record in group.leases])
     for record in group.leases:
         mask = trained.get(record.lease, 0)
-        record.held = tuple([held for held in record.held if mask >> held.sample & 1])
+        record.held = tuple([held for held in record.held if mask & held.samples])
     left = sum([len(record.held) for record in group.leases])
     return left >= min(2, before) and left > 0
 
 
 def lent_again(group: Group) -> dict[int, int]:
     """The attempts of a group that is used again: a mask of samples for each lease."""
-    return {record.lease: mask_of([held.sample for held in record.held]) for record in group.leases if record.held}
+    return {record.lease: samples_of(record.held) for record in group.leases if record.held}

@@ -58,7 +58,7 @@ from async_rl.wire.messages import (
 from async_rl.wire.payloads import pack_payloads
 from async_rl.wire.seen import NOTHING_SEEN, Seen
 from buffer import events
-from buffer.arrivals import read_results
+from buffer.arrivals import Result, attempts_of, read_results
 from buffer.attendance import Attendance
 from buffer.collector import collect_young_only
 from buffer.departures import Departures
@@ -97,7 +97,7 @@ class Service:
         )  # fmt: skip
         self._recorded: dict[int, events.LendBatch] = {}  # for a trainer that has gone back
         self._largest_payload = group_bytes(context.config) // context.config.buffer.group_size
-        self._results: list[events.ResultArrived] = []  # of this burst, not applied yet
+        self._results: list[Result] = []  # of this burst, not applied yet
         self._departures = Departures(
             self._attendance.say, self._send, self._attendance.ready.keys(), self._read_results
         )
@@ -132,7 +132,6 @@ class Service:
     def _handle(self, event: Received | PeerJoined | PeerLost) -> None:
         """Results wait for the end of the burst, but not longer than for the next event that is none."""
         if isinstance(event, Received) and isinstance(event.message, Results) and event.role == "node":
-            self._observed.messages["results"] += len(event.message.trajectories)
             self._on_results(event)
             return
         if isinstance(event, Received) and not isinstance(event.message, StatusRequest):
@@ -209,13 +208,14 @@ class Service:
 
     def _on_results(self, received: Received) -> None:
         results = self._read_results(received)
+        self._observed.messages["results"] += sum(map(attempts_of, results))
         if received.peer in self._attendance.admitted:
             self._results += results
             return
         for result in results:
             self._attendance.say(received.peer, result)
 
-    def _read_results(self, received: Received) -> list[events.ResultArrived]:
+    def _read_results(self, received: Received) -> list[Result]:
         results, broken = read_results(received, self._largest_payload, self._replay.leases.holder)
         self._observed.trouble += broken
         return results

@@ -42,7 +42,7 @@ from buffer import (
     rules,
 )  # fmt: skip
 
-SNAPSHOT_SCHEMA = 6
+SNAPSHOT_SCHEMA = 7
 
 MODULES: tuple[ModuleType, ...] = (
     version, proof, messages, adaptive, admission, capacity, evaluation, events, groups, handover, instances, leases,
@@ -62,7 +62,7 @@ BYTES_TAGS: Mapping[type, str] = {bytes: "b", bytearray: "y"}
 PAYLOAD = "payload"  # the field that is left out
 PLAIN = frozenset({type(None), bool, float, str})
 HELD = tuple(field for field in leases.Held.__struct_fields__ if field != PAYLOAD)
-held_values: Callable[[leases.Held], tuple[Any, ...]] = attrgetter(*HELD)  # all of them numbers, none of many bits
+held_values: Callable[[leases.Held], tuple[Any, ...]] = attrgetter(*HELD)  # numbers: the mask first, none of many bits
 MANY_BITS = 1 << 63
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -117,7 +117,8 @@ class _Dumper:
         if kind in PLAIN:
             return value
         if kind is leases.Held:
-            return ("h", *held_values(value))
+            samples, *numbers = held_values(value)
+            return ("h", self.value(samples), *numbers)
         if kind in SEQUENCE_TAGS:
             items = sorted(value) if kind in (set, frozenset) else value
             return (SEQUENCE_TAGS[kind], *[self.value(item) for item in items])
@@ -185,6 +186,7 @@ class _Loader:
             case "q":
                 return deque(map(self.value, rest[1:]), maxlen=rest[0])
             case "h":
+                rest[0] = self.value(rest[0])
                 return leases.Held(**dict(zip(HELD, rest, strict=True)), payload=b"")
             case "v":
                 kind = CLASSES[rest[0]]

@@ -32,7 +32,7 @@ def _ticket(replay: Replay, ticket: int) -> str:
     if group is not None and group.out:
         holders = sorted({lease.node for lease in replay.leases.open.values() if lease.ticket == ticket})
         size = replay.rules.group_size
-        return f"ticket {name} (leased to {', '.join(holders)}, {len(group.good)} of {size} samples)"
+        return f"ticket {name} (leased to {', '.join(holders)}, {group.good} of {size} samples)"
     ready = list(replay.nodes.ready())
     if not ready:
         return f"ticket {name} (not leased: no node is ready, {_states(replay)})"

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from async_rl.asking import Asking
+from async_rl.bundle import bundled
 from async_rl.run.shard_links import BufferLink, clients_of, sender_of
 from async_rl.shards import home_shard, shard_of
 from async_rl.trajectory import Packed, decode_trajectory
@@ -133,7 +134,7 @@ class BufferTalk:
         """Messages with these, each for the shard of its leases."""
         for shard, own in self._by_shard(trajectories, lambda each: each.lease).items():
             for batch in coalesce(own):
-                inline, blobs = pack_payloads(batch)
+                inline, blobs = pack_payloads(bundled(batch))
                 yield shard, Results(inline), blobs
 
     def _show(self, message: NodeServing | NodeHolds) -> None:

@@ -30,7 +30,6 @@ from async_rl.trajectory import (
     check_trajectory,
     lay_out,
     pack_segments,
-    pack_trajectory,
     segment_arrays,
 )
 from async_rl.version import PolicyId
@@ -287,7 +286,7 @@ class RolloutBook:
             engine=self._engine,
             timings=timings,
         )
-        return pack_trajectory(trajectory, pieces)
+        return Packed(trajectory, pieces)
 
     def unstarted(self, key: tuple[int, int], reason: str) -> Packed | None:
         """A sample whose pinned policy could not be had; None when its lease was cancelled."""
@@ -301,7 +300,7 @@ class RolloutBook:
             self.closed_training_samples += len(lease.samples)
         note = reason[:NOTE_CHARACTERS]
         return [
-            pack_trajectory(Trajectory(lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=note))
+            Packed(Trajectory(lease.lease, sample, "env_failed", 0.0, (), EMPTY, node=self._node, note=note))
             for sample in lease.samples
         ]
 
@@ -367,7 +366,7 @@ class RolloutBook:
     def _failed(self, key: tuple[int, int], status: Any, note: str) -> Packed:
         self._close(key)
         note = note[:NOTE_CHARACTERS]
-        return pack_trajectory(
+        return Packed(
             Trajectory(*key, status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note)
         )
 

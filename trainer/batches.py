@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from async_rl.bundle import attempts_in, trajectories_of
 from async_rl.config import Config
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
@@ -27,7 +28,6 @@ from async_rl.trajectory import (
     Trajectory,
     TrajectoryError,
     check_trajectory,
-    decode_trajectory,
     segment_arrays,
 )
 from async_rl.version import is_stale, judged_version, token_versions, tokens_of
@@ -118,8 +118,8 @@ def whole_draw(parts: Sequence[Received]) -> Received:
     first: Batch = parts[0].message
     try:
         drawn = [(part.message.groups, unpack_payloads(part.message.trajectories, part.blobs)) for part in parts]
-        groups, payloads = whole_batch(drawn)
-    except ValueError as error:
+        groups, payloads = whole_batch(drawn, attempts_in)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise AsyncRLError(f"batch {first.batch}: {error}") from error
     inline, blobs = pack_payloads(payloads)
     batch = Batch(first.batch, first.for_version, tuple(groups), inline)
@@ -182,10 +182,9 @@ def _is_truncated(trajectory: Trajectory) -> bool:
 
 def _trajectories(received: Received) -> list[Trajectory]:
     try:
-        return [
-            decode_trajectory(payload) for payload in unpack_payloads(received.message.trajectories, received.blobs)
-        ]
-    except (msgspec.MsgspecError, ValueError) as error:
+        payloads = unpack_payloads(received.message.trajectories, received.blobs)
+        return [trajectory for payload in payloads for trajectory in trajectories_of(payload)]
+    except (msgspec.MsgspecError, ValueError, TrajectoryError) as error:
         raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
 
 

@@ -30,7 +30,7 @@ from async_rl.wire.seen import NOTHING_SEEN, Seen
 
 MAGIC = "arl"
 SCHEMA = 1
-COALESCE_BYTES = 64 << 10  # small messages are joined up to about this size; larger was slower (measured)
+COALESCE_BYTES = 128 << 10  # small messages are joined up to about this size (docs/bench/README.md)
 
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
 Outcome = Literal["trained", "stale", "refused"]

@@ -18,6 +18,7 @@ from async_rl.trajectory import (
     EXTRA_DTYPES,
     Extra,
     MaskReason,
+    Packed,
     PositionReward,
     Segment,
     SegmentHeader,
@@ -30,7 +31,6 @@ from async_rl.trajectory import (
     encode_trajectory,
     lay_out,
     pack_segments,
-    pack_trajectory,
     segment_arrays,
 )
 from async_rl.version import VersionRun
@@ -119,7 +119,7 @@ def test_a_trajectory_packed_in_pieces_is_the_encoded_one(tokens: int) -> None:
     _, pieces = lay_out(segments)
     whole = trajectory(*segments, components={"format": 0.5}, node="node-2", note="why")
     apart = msgspec.structs.replace(whole, arrays=memoryview(b""))
-    for packed in (pack_trajectory(whole), pack_trajectory(apart, pieces)):
+    for packed in (Packed(whole), Packed(apart, pieces)):
         assert packed.joined() == encode_trajectory(whole)
         assert len(packed) == len(packed.joined())
 
@@ -130,12 +130,12 @@ def test_pieces_joined_are_what_is_encoded(parts: list[Segment]) -> None:
     headers, pieces = lay_out(parts)
     assert (headers, b"".join(pieces)) == (pack_segments(parts)[0], bytes(pack_segments(parts)[1]))
     sent = trajectory(*parts)
-    assert pack_trajectory(sent, pieces).joined() == encode_trajectory(sent)
+    assert Packed(sent, pieces).joined() == encode_trajectory(sent)
 
 
 def test_a_trajectory_without_arrays_is_packed_as_it_is_encoded() -> None:
     failed = Trajectory(5, 1, "env_failed", 0.0, (), memoryview(b""), note="why")
-    assert pack_trajectory(failed).joined() == encode_trajectory(failed)
+    assert Packed(failed).joined() == encode_trajectory(failed)
 
 
 def test_decoded_arrays_are_views_of_the_received_frame() -> None:

@@ -27,6 +27,7 @@ from buffer.events import (
     ResultArrived,
 )
 from buffer.leases import EVAL_TICKET
+from buffer.ledger import members
 from buffer.replay import Replay
 from buffer.rules import Rules
 from buffer.snapshot import dump, load
@@ -71,19 +72,19 @@ def audit(replay: Replay) -> None:
         assert min(counts.values()) >= 0
     assert ledger["leased"] == sum(len(lease.samples) for lease in training)
     assert replay.eval_ledger["leased"] == len(evaluating)
-    assert ledger["batched"] == sum(len(groups[ticket].good) for ticket in lent)
-    assert ledger["ready"] == sum(len(group.good) for group in groups.values() if group.ticket not in lent)
+    assert ledger["batched"] == sum(groups[ticket].good for ticket in lent)
+    assert ledger["ready"] == sum(group.good for group in groups.values() if group.ticket not in lent)
 
     may_be_used_again(replay, lent)
     if not replay.ended:
         for group in groups.values():
-            assert len(group.missing) + group.out + len(group.good) + len(group.failed) == rules.group_size
+            assert len(group.missing) + group.out + group.good + len(group.failed) == rules.group_size
             assert replay.groups.queue.is_open(group.ticket) == bool(group.missing)
         ready = [group for group in groups.values() if group.ready and group.ticket not in lent]
         assert replay.ready_groups == len(ready)
         counted = [group for group in groups.values() if not group.reserved and group.ticket not in lent]
         assert {group.ticket for group in ready} <= {group.ticket for group in counted}
-        assert replay.ready_bytes == sum(len(held.payload) for group in counted for held in group.good.values())
+        assert replay.ready_bytes == sum(len(held.payload) for group in counted for held in group.held)
         unsettled = [ticket for ticket, group in groups.items() if not group.ready]
         oldest = min(unsettled, default=replay.groups.queue.next_ticket)
         assert replay.groups.order.oldest_unsettled() == oldest
@@ -110,7 +111,7 @@ def may_be_used_again(replay: Replay, lent: set[int]) -> None:
     for each in kept:
         assert 1 <= each.uses < rules.reuse
         assert each.group.good
-        assert all(replay.confirmed_batches - held.oldest <= rules.max_staleness for held in each.group.good.values())
+        assert all(replay.confirmed_batches - held.oldest <= rules.max_staleness for held in each.group.held)
         assert not any(record.leased or record.ready or record.batched for record in each.group.leases)
     if not replay.ended:
         held = [each.group.payload_bytes for each in kept]
@@ -192,7 +193,8 @@ class Play:
     def confirm(self, outcome: Any = "trained", ess: float | None = None) -> list[Effect]:
         """Publish the next version and confirm the lent batch, all with one outcome."""
         leases = [record for group in self.replay.lent or () for record in group.leases]
-        attempts = [(record.lease, held.sample) for record in leases for held in record.held]
+        held = [(record.lease, members(held.samples)) for record in leases for held in record.held]
+        attempts = [(lease, sample) for lease, samples in held for sample in samples]
         self.publish()
         dispositions = tuple(Disposition(lease, sample, outcome) for lease, sample in attempts)
         return self.apply(BatchConfirmed(self.replay.confirmed_batches, dispositions, ess))

@@ -114,6 +114,21 @@ def test_a_batch_of_parts_is_in_the_order_of_its_tickets_with_each_groups_own_pa
     assert payloads == [(each.ticket, place) for each in whole for place in range(each.size)]
 
 
+def test_what_came_as_a_bundle_counts_as_its_attempts_in_a_batch_of_parts():
+    drawn = [
+        ([BatchGroup(0, 0, 0, 3), BatchGroup(2, 0, 0, 2)], ["aaa", "b", "c"]),
+        ([BatchGroup(1, 0, 0, 4)], ["ddd", "e"]),
+    ]
+    groups, payloads = whole_batch(drawn, attempts_in=len)
+    assert [group.ticket for group in groups] == [0, 1, 2]
+    assert payloads == ["aaa", "ddd", "e", "b", "c"]
+    for wrong in (["aaa", "bbb"], ["aa", "b", "c"], ["aaa", "b", "c", "d"]):
+        with pytest.raises(ValueError, match="trajectories declared"):
+            whole_batch([(drawn[0][0], wrong), drawn[1]], attempts_in=len)
+    with pytest.raises(ValueError, match="a payload of 2 trajectories is not of one group"):
+        whole_batch([(drawn[0][0], ["aa", "bb", "c"]), drawn[1]], attempts_in=len)
+
+
 def test_parts_that_do_not_hold_what_they_declare_are_refused():
     with pytest.raises(ValueError, match="2 trajectories declared, 1 received"):
         whole_batch([([BatchGroup(0, 0, 0, 2)], [b""]), ([BatchGroup(1, 0, 0, 1)], [b""])])

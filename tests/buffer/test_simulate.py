@@ -185,8 +185,8 @@ def test_with_half_the_instances_teaching_nothing_every_batch_has_its_size_and_t
     def check(replay, now):
         tools.audit(replay)
         if replay.lent is not None:
-            sizes.append(sum(len(group.good) for group in replay.lent))
-            assert all(len({held.reward for held in group.good.values()}) > 1 for group in replay.lent)
+            sizes.append(sum(group.good for group in replay.lent))
+            assert all(len({held.lowest for held in group.held}) > 1 for group in replay.lent)
 
     result = simulate(rules, scenario, check)
     must_hold(rules, result)

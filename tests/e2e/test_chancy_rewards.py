@@ -10,9 +10,10 @@ import pytest
 import real_runs
 from slow_rewards import prepare, settings
 
+from async_rl.bundle import trajectories_of
 from async_rl.tasks.digit_sort import DigitSort, DigitSortConfig
 from async_rl.tasks.rendering import decode
-from async_rl.trajectory import MaskReason, decode_trajectory, segment_arrays
+from async_rl.trajectory import MaskReason, segment_arrays
 from buffer.recorder import recorded_batches
 from trainer.tiny_model import char_tokenizer
 
@@ -50,8 +51,8 @@ def test_attempts_whose_reward_crashed_are_scored_again_then_dropped_and_none_tr
     run_id = json.loads((run / "run.json").read_text())["run"]
     for lent in recorded_batches(run / "journal", run_id, 0).values():
         numbers = [group.instance for group in lent.groups for _ in range(group.size)]
-        for number, payload in zip(numbers, lent.payloads, strict=True):
-            trajectory = decode_trajectory(payload)
+        attempts = [trajectory for payload in lent.payloads for trajectory in trajectories_of(payload)]
+        for number, trajectory in zip(numbers, attempts, strict=True):
             (arrays,) = segment_arrays(trajectory)
             said = decode(arrays.tokens[arrays.mask == MaskReason.SAMPLED], tokenizer)
             assert trajectory.status == "ok"

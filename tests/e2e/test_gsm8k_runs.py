@@ -10,11 +10,12 @@ import pytest
 import real_runs
 from smollm2 import smollm2
 
+from async_rl.bundle import trajectories_of
 from async_rl.config import load_config
 from async_rl.tasks.registry import load_task
 from async_rl.tasks.rendering import decode, render
 from async_rl.tasks.task import instance_of
-from async_rl.trajectory import MaskReason, decode_trajectory, segment_arrays
+from async_rl.trajectory import MaskReason, segment_arrays
 from buffer.recorder import recorded_batches
 from inference.tokenizer import load_tokenizer
 
@@ -87,8 +88,8 @@ def test_a_chat_model_takes_two_steps_on_gsm8k_with_a_reward_of_parts(shell: rea
     rewards = []
     for lent in batches.values():
         instances = [group.instance for group in lent.groups for _ in range(group.size)]
-        for number, payload in zip(instances, lent.payloads, strict=True):
-            trajectory = decode_trajectory(payload)
+        attempts = [trajectory for payload in lent.payloads for trajectory in trajectories_of(payload)]
+        for number, trajectory in zip(instances, attempts, strict=True):
             (arrays,) = segment_arrays(trajectory)
             instance = instance_of(task, "train", number)
             assert list(arrays.tokens[arrays.mask == MaskReason.PROMPT]) == render(instance, tokenizer)

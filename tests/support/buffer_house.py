@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from async_rl.bundle import trajectories_of
 from async_rl.config import Config, config_from_table
 from async_rl.fingerprint import pacing
 from async_rl.run.exporter import Exporter
@@ -18,7 +19,6 @@ from async_rl.run.watchdog import Watchdog
 from async_rl.trajectory import (
     Segment,
     Trajectory,
-    decode_trajectory,
     encode_trajectory,
     pack_segments,
 )
@@ -156,7 +156,7 @@ def deliver(node: Client, leases: list[Lease], policy: PolicyId = V0) -> None:
 
 
 def confirm(trainer: Client, batch: Batch, policy: PolicyId) -> Confirmed:
-    heads = [decode_trajectory(raw) for raw in batch.trajectories]
+    heads = [head for raw in batch.trajectories for head in trajectories_of(raw)]
     trainer.send(Confirm(batch.batch, tuple(Disposition(head.lease, head.sample, "trained") for head in heads)))
     confirmed: Confirmed = receive(trainer, Confirmed).message
     trainer.send(PolicyPublished(policy))

@@ -6,11 +6,12 @@ from contextlib import suppress
 
 import msgspec
 
+from async_rl.bundle import trajectories_of
 from async_rl.trajectory import TrajectoryError, check_trajectory, decode_trajectory, segment_arrays
 from async_rl.version import token_versions
 from async_rl.wire.frames import BadFrame, read_envelope, read_link_message, read_messages
 from async_rl.wire.payloads import unpack_payloads
-from buffer.arrivals import read_attempt
+from buffer.arrivals import read_attempt, read_bundle
 
 
 def decode_all(data: bytes) -> None:
@@ -28,6 +29,10 @@ def decode_all(data: bytes) -> None:
                     with suppress(ValueError):
                         unpack_payloads(getattr(message, name), [b"blob"])
     read_attempt("node", memoryview(data), 1 << 16)
+    read_bundle("node", memoryview(data), 1 << 16)
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError):
+        for trajectory in trajectories_of(data):
+            check_trajectory(trajectory, 1000)
     with suppress(msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError):
         trajectory = decode_trajectory(data)
         check_trajectory(trajectory, 1000)

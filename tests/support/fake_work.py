@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.bundle import bundled, trajectories_of
 from async_rl.config import Config, config_from_table
 from async_rl.fingerprint import pacing
 from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment, last_line
-from async_rl.trajectory import Packed, Segment, Trajectory, decode_trajectory, lay_out, pack_trajectory
+from async_rl.trajectory import Packed, Segment, Trajectory, encode_trajectory, lay_out
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.keys import dial_keys
 from async_rl.wire.link import Client, LinkClosed, LinkTimeout, Received
@@ -134,7 +135,7 @@ def packed_trajectory(lease: int, sample: int, serves: PolicyId, name: str, rng:
     run = VersionRun(serves.version, serves.digest, int((mask == 0).sum()))
     headers, pieces = lay_out([Segment(ids, logprobs, mask, (run,), "stop")])
     made = Trajectory(lease, sample, "ok", rng.random(), headers, memoryview(b""), node=name, engine="test")
-    return pack_trajectory(made, pieces)
+    return Packed(made, pieces)
 
 
 class Published:
@@ -234,7 +235,7 @@ class FakeNode(Worker):
             for key in self._owed
         }
         self._owed.clear()
-        inline, blobs = pack_payloads(list(made.values()))
+        inline, blobs = pack_payloads(bundled(list(made.values())))
         self.link.send(Results(inline), blobs)
         self.delivered |= {key: packed.joined() for key, packed in made.items()}
 
@@ -264,9 +265,9 @@ class FakeTrainer(Worker):
             received = receive(self.link, Batch)
             dispositions = []
             for payload in unpack_payloads(received.message.trajectories, received.blobs):
-                head = decode_trajectory(payload)
-                self.trained.append(((head.lease, head.sample), bytes(payload)))
-                dispositions.append(Disposition(head.lease, head.sample, "trained"))
+                for head in trajectories_of(payload):
+                    self.trained.append(((head.lease, head.sample), encode_trajectory(head)))
+                    dispositions.append(Disposition(head.lease, head.sample, "trained"))
             time.sleep(self._pause_s)
             self.link.send(Confirm(received.message.batch, tuple(dispositions)))
             receive(self.link, Confirmed)

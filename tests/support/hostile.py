@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from async_rl.bundle import Bundle
 from async_rl.trajectory import Extra, SegmentHeader, Trajectory, encode_trajectory
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire import frames
@@ -106,6 +107,14 @@ def insiders(trace: Path, rng: random.Random) -> Iterator[Any]:
         attempt = encode_trajectory(
             Trajectory(lease, sample, "ok", rng.choice([1.0, float("nan")]), (header,), memoryview(bytes(36)))
         )
+        count = rng.choice([1, 2, 64])
+        several = Bundle(
+            lease, (sample, *range(count - 1)), rng.choice([0, size]), "f" * 64,
+            (rng.choice([1.0, float("nan")]),) * count, (rng.choice([size, 4]),) * count,
+            (rng.choice([1, size]),) * rng.choice([count, 3]), ("stop",) * count,
+            rng.choice([(), ({"x" * 5000: 1.0},) * count]), (), "n", "e", "main", memoryview(bytes(36 * count)),
+        )  # fmt: skip
+        attempt = rng.choice([attempt, msgspec.msgpack.encode(several)])
         attempt = rng.choice([attempt, attempt[: rng.randrange(1, len(attempt))] or b"\xc0", b"\xc4\x02\x00\x00"])
         nothing_yet = Progress(size, {0: size}, 1, 1, {"issued": size}, {})
         yield rng.choice(

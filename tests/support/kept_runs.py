@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.bundle import trajectories_of
 from async_rl.policy.adapter import read_adapter
-from async_rl.trajectory import MaskReason, Trajectory, decode_trajectory, segment_arrays
+from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
 from async_rl.version import token_versions
 from buffer.entries import read_entry
 from buffer.events import BatchConfirmed, ResultsArrived
@@ -53,7 +54,7 @@ class Kept:
 
     def trained(self) -> list[Trajectory]:
         """Every trajectory that trained."""
-        arrived: dict[tuple[int, int], memoryview] = {}
+        arrived: dict[tuple[int, int], Trajectory] = {}
         trained: list[tuple[int, int]] = []
         for number in segment_numbers(self.journal):
             for record in islice(read_segment(self.journal, number), 1, None):  # the first is what it begins from
@@ -61,10 +62,11 @@ class Kept:
                     break
                 event = read_entry(record).event
                 if isinstance(event, ResultsArrived):
-                    arrived |= {(each.lease, each.sample): each.payload for each in event.results}
+                    came = [of for each in event.results if len(each.payload) for of in trajectories_of(each.payload)]
+                    arrived |= {(of.lease, of.sample): of for of in came}
                 if isinstance(event, BatchConfirmed):
                     trained += [(of.lease, of.sample) for of in event.dispositions if of.outcome == "trained"]
-        return [decode_trajectory(arrived[key]) for key in trained]
+        return [arrived[key] for key in trained]
 
 
 def mu_again(model: Any, file: Path, sequences: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from async_rl.bundle import trajectories_of
 from async_rl.config import load_config
 from async_rl.fingerprint import fingerprint, pacing
 from async_rl.run.dial import dial_services
@@ -13,7 +14,7 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.model_cache import model_path
 from async_rl.run.process import PoolContext
 from async_rl.run.view import fetch_status
-from async_rl.trajectory import MaskReason, Trajectory, decode_trajectory, segment_arrays
+from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import Batch, Confirm, Confirmed, Disposition, Draw, Final, Finish, Status, TrainerReady
 from trainer.backends import make_backend
@@ -63,7 +64,7 @@ class PlayedTrainer:
         while not isinstance(received.message, Batch):
             received = self._buffer.receive(PATIENCE_S, "a batch")
         batch: Batch = received.message
-        heads = [decode_trajectory(raw) for raw in batch.trajectories]
+        heads = [head for raw in batch.trajectories for head in trajectories_of(raw)]
         places = [(group.ticket, place) for group in batch.groups for place in range(group.size)]
         trained = tuple(Disposition(head.lease, head.sample, "trained") for head in heads)
         self._buffer.send(Confirm(batch.batch, trained))

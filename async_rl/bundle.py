@@ -1,0 +1,206 @@
+"""Bundles: attempts of one lease that travel, wait and are lent together, by columns instead of one after the other.
+
+What a small trajectory costs on its way is its Python objects, not its bytes: of eight that are sent, checked, kept and
+lent as one, each costs a third. A node bundles what of a lease is finished at the same time and alike: good, in one
+segment, all of it sampled under one policy, with nothing but the three plain arrays. Whatever differs travels alone, as
+an encoded Trajectory; and where the attempts of a bundle have to be told apart (one is refused, or not owed), it is
+taken apart into these. A payload is one or the other: `trajectories_of` reads both.
+
+The arrays of an attempt lie together as in a Trajectory, and those of the attempts back to back, in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import gt
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from async_rl.trajectory import (
+    BYTES_PER_TOKEN,
+    LARGEST_VERSION,
+    EncodedTrajectory,
+    Finish,
+    Packed,
+    SegmentHeader,
+    Timings,
+    Trajectory,
+    TrajectoryError,
+    bin_head,
+    decode_trajectory,
+    encode_trajectory,
+)
+from async_rl.version import VersionRun
+
+MAX_ATTEMPTS = 1 << 10  # of a bundle
+EMPTY = memoryview(b"")
+
+Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Column = Meta(min_length=1, max_length=MAX_ATTEMPTS)
+
+
+class Bundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=False):
+    """`samples` rise. Each column has an entry for each of them; `components` and `timings` may be empty instead: then
+    nobody has any. `sampled` are how many tokens of `n_tokens` the model sampled, all of version and digest. `arrays`
+    is a view into the received frame, or bytes."""
+
+    lease: Annotated[int, Meta(ge=0)]
+    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
+    version: Annotated[int, Meta(ge=0, le=LARGEST_VERSION)]
+    digest: str
+    rewards: Annotated[tuple[float, ...], Column]
+    n_tokens: Annotated[tuple[Tokens, ...], Column]
+    sampled: Annotated[tuple[Tokens, ...], Column]
+    finishes: Annotated[tuple[Finish, ...], Column]
+    components: Annotated[tuple[dict[str, float], ...], Meta(max_length=MAX_ATTEMPTS)]
+    timings: Annotated[tuple[Timings, ...], Meta(max_length=MAX_ATTEMPTS)]
+    node: str
+    engine: str
+    policy_name: str
+    arrays: memoryview
+
+
+class Named(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=False):
+    """How a Bundle begins: which attempts it is of."""
+
+    lease: Annotated[int, Meta(ge=0)]
+    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Bundle)
+_name_decoder = msgspec.msgpack.Decoder(Named)
+# A Bundle's first bytes: as many fields, and its tag. A Trajectory has a number there.
+HEAD = bytes((0x90 | (len(Bundle.__struct_fields__) + 1),)) + _encoder.encode("bundle")
+NO_ARRAYS = len(bin_head(0))
+NO_COMPONENTS: dict[str, float] = {}
+NO_TIMINGS = Timings()
+
+
+def is_bundle(payload: EncodedTrajectory) -> bool:
+    """Whether an encoded payload is a bundle: if not, it should be a trajectory."""
+    return bytes(memoryview(payload)[: len(HEAD)]) == HEAD
+
+
+def decode_bundle(payload: EncodedTrajectory) -> Bundle:
+    """With `arrays` a view into `payload`. Raises msgspec.ValidationError on a wrong structure."""
+    return _decoder.decode(payload)
+
+
+def names_in(payload: EncodedTrajectory) -> Named:
+    """Whose bundle it is; the rest is not looked at. Raises msgspec.ValidationError."""
+    return _name_decoder.decode(payload)
+
+
+def attempts_in(payload: EncodedTrajectory) -> int:
+    """How many attempts a payload is of. Raises msgspec.ValidationError where it is none."""
+    return len(names_in(payload).samples) if is_bundle(payload) else 1
+
+
+def is_sound(bundle: Bundle) -> bool:
+    """What `check_header` asks of each trajectory, asked of all at once: whether the columns fit each other and the
+    bytes. Of one that is not sound each attempt can be judged for itself."""
+    samples, tokens, count = bundle.samples, bundle.n_tokens, len(bundle.samples)
+    return (
+        len(bundle.rewards) == len(tokens) == len(bundle.sampled) == len(bundle.finishes) == count
+        and len(bundle.components) in (0, count)
+        and len(bundle.timings) in (0, count)
+        and (count == 1 or (len(set(samples)) == count and sorted(samples) == list(samples)))
+        and not any(map(gt, bundle.sampled, tokens))
+        and all(map(math.isfinite, bundle.rewards))
+        and sum(tokens) * BYTES_PER_TOKEN == bundle.arrays.nbytes
+    )
+
+
+def unbundled(bundle: Bundle) -> Iterator[Trajectory]:
+    """Each attempt as a trajectory of its own, its arrays a view. Raises TrajectoryError when the columns are not
+    equally long; what else may be wrong with them is then wrong with the trajectories, for `check_header` to find."""
+    columns = (bundle.rewards, bundle.n_tokens, bundle.sampled, bundle.finishes)
+    count = len(bundle.samples)
+    components, timings = bundle.components or (NO_COMPONENTS,) * count, bundle.timings or (NO_TIMINGS,) * count
+    if any(len(column) != count for column in (*columns, components, timings)):
+        raise TrajectoryError(f"lease {bundle.lease}: a bundle of {count} attempts with columns of other lengths")
+    start, arrays, last = 0, bundle.arrays, count - 1
+    for index, (sample, reward, n_tokens, sampled, finish) in enumerate(zip(bundle.samples, *columns, strict=True)):
+        end = start + n_tokens * BYTES_PER_TOKEN
+        own = arrays[start:end] if index < last else arrays[start:]  # what is too much or lacking shows at the last
+        start = end
+        header = SegmentHeader(n_tokens, finish, (VersionRun(bundle.version, bundle.digest, sampled),))
+        yield Trajectory(
+            bundle.lease, sample, "ok", reward, (header,), own, components[index], (), bundle.node, bundle.engine,
+            timings[index], "", bundle.policy_name,
+        )  # fmt: skip
+
+
+def trajectories_of(payload: EncodedTrajectory) -> list[Trajectory]:
+    """All attempts of a payload, their arrays views into it. Raises msgspec.ValidationError on a wrong structure, and
+    TrajectoryError for a bundle that contradicts itself."""
+    return list(unbundled(decode_bundle(payload))) if is_bundle(payload) else [decode_trajectory(payload)]
+
+
+def taken_apart(payload: EncodedTrajectory) -> list[bytes]:
+    """A bundle's attempts, each encoded for itself. Raises as `trajectories_of`."""
+    return [encode_trajectory(trajectory) for trajectory in unbundled(decode_bundle(payload))]
+
+
+def _alike(of: Trajectory) -> tuple[Any, ...]:
+    """Attempts for which this is the same may travel together. It is empty where a bundle has no room for something of
+    the attempt: that travels alone."""
+    if of.status != "ok" or len(of.segments) != 1 or of.note or of.position_rewards:
+        return ()
+    (header,) = of.segments
+    if len(header.versions) != 1 or header.extras:
+        return ()
+    (run,) = header.versions
+    return of.lease, run.version, run.digest, of.policy_name
+
+
+def bundled(packed: Sequence[Packed]) -> list[Packed]:
+    """The same attempts, all of one node, with those bundled that may be."""
+    alike: dict[tuple[Any, ...], list[Packed]] = {}
+    out: list[Packed] = []
+    for each in packed:
+        key = _alike(each.trajectory)
+        if not key:
+            out.append(each)
+        elif key in alike:
+            alike[key].append(each)
+        else:
+            alike[key] = [each]
+    for own in alike.values():
+        out += [PackedBundle(own)] if 1 < len(own) <= MAX_ATTEMPTS else own
+    return out
+
+
+class PackedBundle(Packed):
+    """Of attempts that are alike."""
+
+    __slots__ = ("attempts",)
+
+    def __init__(self, attempts: list[Packed]) -> None:
+        attempts.sort(key=lambda each: each.trajectory.sample)
+        super().__init__(attempts[0].trajectory, [piece for each in attempts for piece in each.pieces])
+        self.attempts = attempts
+
+    def _head(self) -> bytes:
+        first, rows = self.trajectory, [_row(packed.trajectory) for packed in self.attempts]
+        samples, rewards, n_tokens, sampled, finishes, components, timings = zip(*rows, strict=True)
+        run = first.segments[0].versions[0]
+        bundle = Bundle(
+            first.lease, samples, run.version, run.digest, rewards, n_tokens, sampled, finishes,
+            () if components.count(NO_COMPONENTS) == len(rows) else components,
+            () if timings.count(NO_TIMINGS) == len(rows) else timings,
+            first.node, first.engine, first.policy_name, EMPTY,
+        )  # fmt: skip
+        return _encoder.encode(bundle)[:-NO_ARRAYS]
+
+    def _tail(self) -> bytes:
+        return b""
+
+
+def _row(of: Trajectory) -> tuple[Any, ...]:
+    header = of.segments[0]
+    return of.sample, of.reward, header.n_tokens, header.versions[0].count, header.finish, of.components, of.timings

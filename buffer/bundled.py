@@ -1,0 +1,75 @@
+"""Results that came as a bundle (async_rl.bundle): taken in whole where every attempt of it would be, else one by one.
+
+Whole means one look at the lease, one entry of what is held, and one payload to lend: a group of eight costs what one
+attempt costs. It asks what buffer.replay asks of each result. Wherever the answer is not a plain yes for all of them,
+the bundle is taken apart and each attempt judged for itself, so that this file decides nothing.
+
+These handlers belong to `buffer.replay.Replay`, and change its state as its own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from async_rl.bundle import taken_apart
+from async_rl.trajectory import EncodedTrajectory
+from async_rl.version import VersionRun, is_stale
+from buffer.events import BundleArrived, Effect, ResultArrived
+from buffer.leases import EvalLease, Held, LeaseRecord
+from buffer.ledger import mask_of
+
+if TYPE_CHECKING:
+    from buffer.replay import Replay
+
+NOTHING = memoryview(b"")
+
+
+def bundle_arrived(replay: Replay, event: BundleArrived, now: float, effects: list[Effect]) -> None:
+    lease, samples = replay.leases.find(event.lease), mask_of(event.samples)
+    if lease is not None and is_plain(replay, event, lease, samples):
+        payload = event.payload
+        lease.held += (
+            Held(
+                samples, min(event.rewards), max(event.rewards), event.version, payload, replay.confirmed_batches, now,
+                len(payload),
+            ),
+        )  # fmt: skip
+        replay.groups.accept(lease, samples)
+        replay.closed(lease, len(event.samples))
+    else:
+        replay.deliver(event.lease, alone(event), now, effects)
+
+
+def is_plain(replay: Replay, event: BundleArrived, lease: LeaseRecord, samples: int) -> bool:
+    """Whether each of the attempts is owed, believed and fresh, and none may have to be told from the others later."""
+    rules = replay.rules
+    return (
+        event.node == lease.holder.name
+        and not samples & ~lease.leased
+        and (event.version, event.digest) in lease.holder.passed
+        and event.version >= lease.min_version
+        and not is_stale(replay.confirmed_batches, lease.min_version, rules.max_staleness)
+        and not isinstance(lease, EvalLease)
+        and not replay.groups.instances.count
+        and rules.reuse == 1
+        and not rules.deterministic
+    )
+
+
+def alone(event: BundleArrived) -> list[ResultArrived]:
+    """The results, each with a payload of its own. (A bundle that is nobody's has none.)"""
+    size = len(event.samples)
+    payloads: Sequence[EncodedTrajectory] = [NOTHING] * size
+    if len(event.payload):
+        payloads = taken_apart(event.payload)
+    return [
+        ResultArrived(
+            event.node, event.lease, sample, "ok", reward, (VersionRun(event.version, event.digest, sampled),), sampled,
+            payload,
+        )
+        for sample, reward, sampled, payload in zip(event.samples, event.rewards, event.sampled, payloads, strict=True)
+    ]  # fmt: skip
+
+
+HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {BundleArrived: bundle_arrived}
