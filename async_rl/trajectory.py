@@ -276,7 +276,7 @@ def check_trajectory(trajectory: Trajectory, vocabulary_size: int | None = None)
 
 
 EncodedTrajectory = bytes | memoryview | msgspec.Raw
-"""What `encode_trajectory` makes, as it is held and passed on."""
+"""What `encode_trajectory` makes, or a bundle of several (async_rl.bundle), as it is held and passed on."""
 
 FIELDS = bytes((0x90 | len(Trajectory.__struct_fields__),))  # how msgpack announces as many
 

@@ -258,7 +258,7 @@ class CancelLease(Effect, frozen=True):
 
 
 class LendBatch(Effect, frozen=True):
-    """`payloads` are the encoded trajectories of all groups, back to back, in the order of `groups`."""
+    """`payloads` are the encoded trajectories of all groups, alone or bundled, in the order of `groups`."""
 
     batch: int
     for_version: int

@@ -29,7 +29,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.seen import NOTHING_SEEN, Seen
 
 MAGIC = "arl"
-SCHEMA = 1
+SCHEMA = 2  # 2: bundles among the payloads
 COALESCE_BYTES = 128 << 10  # small messages are joined up to about this size (docs/bench/README.md)
 
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
@@ -161,7 +161,7 @@ class NodeWants(Message, frozen=True, array_like=True, tag=True):
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
-    """Encoded trajectories, in any order, as wire/payloads.py splits them."""
+    """Encoded trajectories and bundles of them (async_rl.bundle), in any order, as wire/payloads.py splits them."""
 
     trajectories: Encoded
 
@@ -312,8 +312,9 @@ class BatchGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Batch(Message, frozen=True, array_like=True, tag=True):
-    """The trajectories of all groups, back to back, as the nodes encoded them (see wire/payloads.py). Lent: the same
-    batch is sent again unchanged until it is confirmed, and after that to a trainer that has gone back."""
+    """The trajectories of all groups, back to back, as the nodes encoded them (see wire/payloads.py): alone, or several
+    of a group as a bundle (async_rl.bundle). Lent: the same batch is sent again unchanged until it is confirmed, and
+    after that to a trainer that has gone back."""
 
     batch: int
     for_version: int
