@@ -37,8 +37,10 @@ from async_rl.version import VersionRun
 
 MAX_ATTEMPTS = 1 << 10  # of a bundle
 EMPTY = memoryview(b"")
+ALONE_BYTES = 64  # an attempt is at most so much larger alone than its arrays and all that is no array in its bundle
 
 Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Shared = Annotated[str, Meta(max_length=200)]  # each attempt alone has it again
 Column = Meta(min_length=1, max_length=MAX_ATTEMPTS)
 
 
@@ -50,16 +52,16 @@ class Bundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=Fals
     lease: Annotated[int, Meta(ge=0)]
     samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
     version: Annotated[int, Meta(ge=0, le=LARGEST_VERSION)]
-    digest: str
+    digest: Shared
     rewards: Annotated[tuple[float, ...], Column]
     n_tokens: Annotated[tuple[Tokens, ...], Column]
     sampled: Annotated[tuple[Tokens, ...], Column]
     finishes: Annotated[tuple[Finish, ...], Column]
     components: Annotated[tuple[dict[str, float], ...], Meta(max_length=MAX_ATTEMPTS)]
     timings: Annotated[tuple[Timings, ...], Meta(max_length=MAX_ATTEMPTS)]
-    node: str
-    engine: str
-    policy_name: str
+    node: Shared
+    engine: Shared
+    policy_name: Shared
     arrays: memoryview
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from async_rl.bundle import decode_bundle, is_bundle, is_sound, names_in, taken_apart
+from async_rl.bundle import ALONE_BYTES, decode_bundle, is_bundle, is_sound, names_in, taken_apart
 from async_rl.trajectory import (
     BYTES_PER_TOKEN,
     EncodedTrajectory,
@@ -58,8 +58,8 @@ def attempts_of(result: Result) -> int:
 
 
 def read_bundle(node: str, payload: EncodedTrajectory, largest: int) -> Sequence[Result]:
-    """A bundle as one event; where there is something wrong with it, an event for each attempt, as if each had come
-    alone. Empty for what cannot be read: it names no attempt."""
+    """A bundle as one event; where there is something wrong with it, or an attempt of it might be too large alone, an
+    event for each attempt, as if each had come so. Empty for what cannot be read: it names no attempt."""
     try:
         named = names_in(payload)
         room = largest * len(named.samples)
@@ -67,7 +67,8 @@ def read_bundle(node: str, payload: EncodedTrajectory, largest: int) -> Sequence
             problem = f"a bundle of {len(payload)} bytes, more than the {room} that were reserved for it"
             return [too_large(node, named.lease, sample, problem) for sample in named.samples]
         bundle = decode_bundle(payload)
-        if is_sound(bundle) and max(bundle.n_tokens) * BYTES_PER_TOKEN <= largest:
+        fields = len(payload) - bundle.arrays.nbytes
+        if is_sound(bundle) and fields + max(bundle.n_tokens) * BYTES_PER_TOKEN + ALONE_BYTES <= largest:
             return (
                 BundleArrived(
                     node, bundle.lease, bundle.samples, bundle.version, bundle.digest, bundle.rewards, bundle.sampled,

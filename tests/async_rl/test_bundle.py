@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.bundle import (
+    ALONE_BYTES,
     Bundle,
     attempts_in,
     bundled,
@@ -77,6 +78,9 @@ def test_every_attempt_comes_out_as_it_went_in(sent: list[Packed]) -> None:
     assert sorted(map(encode_trajectory, found)) == sorted(map(whole, sent))
     assert len(payloads) == len({each.lease for each in sent})
     for payload in payloads:
+        fields = len(payload) - sum(of.arrays.nbytes for of in trajectories_of(payload))
+        alone = [len(encode_trajectory(of)) - of.arrays.nbytes for of in trajectories_of(payload)]
+        assert max(alone) <= fields + ALONE_BYTES
         own = trajectories_of(payload)
         assert [of.sample for of in own] == sorted(of.sample for of in own)
         assert attempts_in(payload) == len(own)

@@ -334,6 +334,18 @@ def test_of_a_bundle_that_is_too_large_only_the_names_are_read():
     assert broken == 0
 
 
+def test_an_attempt_of_a_bundle_that_would_be_too_large_alone_is_refused_and_the_others_are_not():
+    large = msgspec.structs.replace(decode_bundle(encoded(LEASE, (0, 2), POLICY)), components=({"x" * 2500: 1.0}, {}))
+    found, _ = read(msgspec.msgpack.encode(large))
+    assert [(each.sample, "more than the 2000" in each.problem) for each in found] == [(0, True), (2, False)]
+    assert all(len(each.payload) <= LARGEST for each in found)
+
+
+def test_what_all_attempts_share_cannot_be_large_lest_it_is_once_for_each_of_them():
+    large = msgspec.structs.replace(decode_bundle(encoded(LEASE, (0, 2), POLICY)), engine="x" * 1000)
+    assert read(msgspec.msgpack.encode(large)) == ([], 1)
+
+
 @pytest.mark.parametrize("cut", [8, 20, 60])
 def test_what_cannot_be_read_is_counted_and_no_more(cut):
     assert read(encoded(LEASE, (0, 2), POLICY)[:-cut]) == ([], 1)
