@@ -37,7 +37,9 @@ from async_rl.version import VersionRun
 
 MAX_ATTEMPTS = 1 << 10  # of a bundle
 EMPTY = memoryview(b"")
-ALONE_BYTES = 64  # an attempt is at most so much larger alone than its arrays and all that is no array in its bundle
+# An attempt alone is at most so much larger than its arrays and all that is no array in its bundle, however sparingly
+# numbers were written there.
+ALONE_BYTES, COMPONENT_BYTES = 128, 8
 
 Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Shared = Annotated[str, Meta(max_length=200)]  # each attempt alone has it again

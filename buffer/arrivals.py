@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from async_rl.bundle import ALONE_BYTES, decode_bundle, is_bundle, is_sound, names_in, taken_apart
+from async_rl.bundle import (
+    ALONE_BYTES,
+    COMPONENT_BYTES,
+    decode_bundle,
+    is_bundle,
+    is_sound,
+    names_in,
+    taken_apart,
+)
 from async_rl.trajectory import (
     BYTES_PER_TOKEN,
     EncodedTrajectory,
@@ -18,7 +26,7 @@ from async_rl.trajectory import (
 from async_rl.wire.link import Received
 from async_rl.wire.messages import HandOver, Results
 from async_rl.wire.payloads import to_keep, unpack_payloads
-from buffer.events import BundleArrived, ResultArrived
+from buffer.events import NOBODYS, BundleArrived, ResultArrived
 
 log = logging.getLogger("buffer")
 
@@ -27,10 +35,13 @@ Result = ResultArrived | BundleArrived
 NOTE_CHARACTERS = 200  # nodes write no more
 
 
-def read_results(received: Received, largest: int, holder: Callable[[int], str]) -> tuple[list[Result], int]:
+def read_results(
+    received: Received, largest: int, group_size: int, holder: Callable[[int], str]
+) -> tuple[list[Result], int]:
     """The encoded trajectories of a message, and how many things in it could not be read. One of more than `largest`
     bytes, and one that contradicts itself, is an event with a problem: its attempt is known. Only of those that are
-    under a lease of their sender (`holder` of its number) the payload is kept, here and in the journal."""
+    under a lease of their sender (`holder` of its number) the payload is kept, here and in the journal; the others are
+    nobody's, and must not become anybody's by a lease that is granted later."""
     message: Results | HandOver = received.message
     encoded = message.trajectories if isinstance(message, Results) else message.prefixes
     try:
@@ -42,33 +53,41 @@ def read_results(received: Received, largest: int, holder: Callable[[int], str])
     results: list[Result] = []
     for payload in to_keep(payloads):
         if isinstance(message, Results) and is_bundle(payload):
-            read = read_bundle(node, payload, largest)
+            read = read_bundle(node, payload, largest, group_size)
         else:
             alone = read_attempt(node, payload, largest)
             read = [] if alone is None else [alone]
         broken += not read
-        for result in read:
-            known = holder(result.lease) == node
-            results.append(result if known else msgspec.structs.replace(result, payload=NOTHING))
+        results += [result if holder(result.lease) == node else nobodys(result) for result in read]
     return results, broken
+
+
+def nobodys(result: Result) -> Result:
+    if isinstance(result, BundleArrived):
+        return msgspec.structs.replace(result, payload=NOTHING)
+    return msgspec.structs.replace(result, payload=NOTHING, problem=result.problem or NOBODYS)
 
 
 def attempts_of(result: Result) -> int:
     return len(result.samples) if isinstance(result, BundleArrived) else 1
 
 
-def read_bundle(node: str, payload: EncodedTrajectory, largest: int) -> Sequence[Result]:
+def read_bundle(node: str, payload: EncodedTrajectory, largest: int, group_size: int) -> Sequence[Result]:
     """A bundle as one event; where there is something wrong with it, or an attempt of it might be too large alone, an
-    event for each attempt, as if each had come so. Empty for what cannot be read: it names no attempt."""
+    event for each attempt, as if each had come so. Empty for what cannot be read: it names no attempt; and for what no
+    node bundles, more than a group or an attempt twice: what it may cost here is what a group may."""
     try:
         named = names_in(payload)
+        if len(named.samples) > group_size or sorted(set(named.samples)) != list(named.samples):
+            raise ValueError(f"its {len(named.samples)} samples are not some of a group of {group_size}, in order")
         room = largest * len(named.samples)
         if len(payload) > room:
             problem = f"a bundle of {len(payload)} bytes, more than the {room} that were reserved for it"
             return [too_large(node, named.lease, sample, problem) for sample in named.samples]
         bundle = decode_bundle(payload)
         fields = len(payload) - bundle.arrays.nbytes
-        if is_sound(bundle) and fields + max(bundle.n_tokens) * BYTES_PER_TOKEN + ALONE_BYTES <= largest:
+        fields += ALONE_BYTES + COMPONENT_BYTES * max(map(len, bundle.components), default=0)
+        if is_sound(bundle) and fields + max(bundle.n_tokens) * BYTES_PER_TOKEN <= largest:
             return (
                 BundleArrived(
                     node, bundle.lease, bundle.samples, bundle.version, bundle.digest, bundle.rewards, bundle.sampled,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from async_rl.bundle import taken_apart
 from async_rl.trajectory import EncodedTrajectory
 from async_rl.version import VersionRun, is_stale
-from buffer.events import BundleArrived, Effect, ResultArrived
+from buffer.events import NOBODYS, BundleArrived, Effect, ResultArrived
 from buffer.leases import EvalLease, Held, LeaseRecord
 from buffer.ledger import mask_of
 
@@ -46,6 +46,7 @@ def is_plain(replay: Replay, event: BundleArrived, lease: LeaseRecord, samples: 
     rules = replay.rules
     return (
         event.node == lease.holder.name
+        and len(event.payload) > 0
         and not samples & ~lease.leased
         and (event.version, event.digest) in lease.holder.passed
         and event.version >= lease.min_version
@@ -58,15 +59,15 @@ def is_plain(replay: Replay, event: BundleArrived, lease: LeaseRecord, samples: 
 
 
 def alone(event: BundleArrived) -> list[ResultArrived]:
-    """The results, each with a payload of its own. (A bundle that is nobody's has none.)"""
-    size = len(event.samples)
-    payloads: Sequence[EncodedTrajectory] = [NOTHING] * size
+    """The results, each with a payload of its own; a bundle that was nobody's when it came has none, and stays so."""
+    payloads: Sequence[EncodedTrajectory] = [NOTHING] * len(event.samples)
+    problem = NOBODYS
     if len(event.payload):
-        payloads = taken_apart(event.payload)
+        payloads, problem = taken_apart(event.payload), ""
     return [
         ResultArrived(
             event.node, event.lease, sample, "ok", reward, (VersionRun(event.version, event.digest, sampled),), sampled,
-            payload,
+            payload, problem,
         )
         for sample, reward, sampled, payload in zip(event.samples, event.rewards, event.sampled, payloads, strict=True)
     ]  # fmt: skip

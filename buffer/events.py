@@ -24,6 +24,9 @@ else:
     Opaque = memoryview  # how msgspec reads one; none other is ever read, since the journal leaves them empty
 
 
+NOBODYS = "it came when no lease of its sender's was open for it"  # the problem of a result without a payload
+
+
 class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of what happens. Events and effects are no concern of the garbage collector: they cannot be part of a cycle,
     and there are several for each trajectory."""

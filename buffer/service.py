@@ -216,7 +216,9 @@ class Service:
             self._attendance.say(received.peer, result)
 
     def _read_results(self, received: Received) -> list[Result]:
-        results, broken = read_results(received, self._largest_payload, self._replay.leases.holder)
+        results, broken = read_results(
+            received, self._largest_payload, self._replay.rules.group_size, self._replay.leases.holder
+        )
         self._observed.trouble += broken
         return results
 

@@ -54,7 +54,7 @@ def numbered(lease: int) -> Lease:
 
 def read(data: bytes, holder: str = "a", kind: type = Results) -> tuple[list[Any], int]:
     message = kind((msgspec.Raw(data),))
-    return read_results(Received("a", message, [], "node"), LARGEST, lambda lease: holder)
+    return read_results(Received("a", message, [], "node"), LARGEST, 70, lambda lease: holder)
 
 
 def lent(effects: Sequence[Any]) -> list[tuple[Any, list[bytes]]]:
@@ -339,6 +339,27 @@ def test_an_attempt_of_a_bundle_that_would_be_too_large_alone_is_refused_and_the
     found, _ = read(msgspec.msgpack.encode(large))
     assert [(each.sample, "more than the 2000" in each.problem) for each in found] == [(0, True), (2, False)]
     assert all(len(each.payload) <= LARGEST for each in found)
+
+
+@pytest.mark.parametrize("samples", [(0, 0), (2, 0), tuple(range(71))])
+def test_what_no_node_bundles_is_not_looked_at(samples):
+    """An attempt many times, or more than a group: each would have what all share, and room for a whole attempt."""
+    one = decode_bundle(encoded(LEASE, (0, 2), POLICY))
+    columns = {name: getattr(one, name)[:1] * len(samples) for name in ("rewards", "n_tokens", "sampled", "finishes")}
+    forged = msgspec.structs.replace(one, samples=samples, arrays=bytes(45 * len(samples)), **columns)
+    assert read(msgspec.msgpack.encode(forged)) == ([], 1)
+
+
+@pytest.mark.parametrize("samples", [(0, 1), (0,)])
+def test_what_came_before_its_lease_does_not_become_good_by_it(tools, samples):
+    """A node that is not admitted yet may guess its first lease's number, and what it says is held until it is."""
+    play = tools.play()
+    data = encoded(LEASE, (0, 1), POLICY) if len(samples) > 1 else encode_trajectory(answer(LEASE, 0, POLICY))
+    (early,), _ = read(data, holder="")
+    lease, _ = play.node("a", wanted=4)
+    play.apply(msgspec.structs.replace(early, lease=lease.lease))
+    assert play.replay.ledger["ready"] == 0
+    assert play.replay.refused == {"problem": len(samples)}
 
 
 def test_what_all_attempts_share_cannot_be_large_lest_it_is_once_for_each_of_them():

@@ -29,7 +29,7 @@ def decode_all(data: bytes) -> None:
                     with suppress(ValueError):
                         unpack_payloads(getattr(message, name), [b"blob"])
     read_attempt("node", memoryview(data), 1 << 16)
-    read_bundle("node", memoryview(data), 1 << 16)
+    read_bundle("node", memoryview(data), 1 << 16, 8)
     with suppress(msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError):
         for trajectory in trajectories_of(data):
             check_trajectory(trajectory, 1000)
