@@ -1,10 +1,10 @@
 """Bundles: attempts of one lease that travel, wait and are lent together, by columns instead of one after the other.
 
-What a small trajectory costs on its way is its Python objects, not its bytes: of eight that are sent, checked, kept and
-lent as one, each costs a third. A node bundles what of a lease is finished at the same time and alike: good, in one
-segment, all of it sampled under one policy, with nothing but the three plain arrays. Whatever differs travels alone, as
-an encoded Trajectory; and where the attempts of a bundle have to be told apart (one is refused, or not owed), it is
-taken apart into these. A payload is one or the other: `trajectories_of` reads both.
+What a small trajectory costs on its way is its Python objects, not its bytes, and most of these there are once for all
+that are sent, checked, kept and lent as one. A node bundles what of a lease is finished at the same time and alike:
+good, in one segment, all of it sampled under one policy, with nothing but the three plain arrays. Whatever differs
+travels alone, as an encoded Trajectory; and where the attempts of a bundle have to be told apart (one is refused, or
+not owed), it is taken apart into these. A payload is one or the other: `trajectories_of` reads both.
 
 The arrays of an attempt lie together as in a Trajectory, and those of the attempts back to back, in their order.
 """
@@ -37,22 +37,25 @@ from async_rl.version import VersionRun
 
 MAX_ATTEMPTS = 1 << 10  # of a bundle
 EMPTY = memoryview(b"")
-# An attempt alone is at most so much larger than its arrays and all that is no array in its bundle, however sparingly
-# numbers were written there.
-ALONE_BYTES, COMPONENT_BYTES = 128, 8
+ALONE_BYTES, COMPONENT_BYTES = 128, 8  # by which numbers may grow that a bundle wrote sparingly: see largest_alone
 
 Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Shared = Annotated[str, Meta(max_length=200)]  # each attempt alone has it again
 Column = Meta(min_length=1, max_length=MAX_ATTEMPTS)
 
 
-class Bundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=False):
+class Named(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=False):
+    """How a Bundle begins: which attempts it is of."""
+
+    lease: Annotated[int, Meta(ge=0)]
+    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
+
+
+class Bundle(Named, frozen=True, array_like=True, tag="bundle", gc=False):
     """`samples` rise. Each column has an entry for each of them; `components` and `timings` may be empty instead: then
     nobody has any. `sampled` are how many tokens of `n_tokens` the model sampled, all of version and digest. `arrays`
     is a view into the received frame, or bytes."""
 
-    lease: Annotated[int, Meta(ge=0)]
-    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
     version: Annotated[int, Meta(ge=0, le=LARGEST_VERSION)]
     digest: Shared
     rewards: Annotated[tuple[float, ...], Column]
@@ -65,13 +68,6 @@ class Bundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=Fals
     engine: Shared
     policy_name: Shared
     arrays: memoryview
-
-
-class Named(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=False):
-    """How a Bundle begins: which attempts it is of."""
-
-    lease: Annotated[int, Meta(ge=0)]
-    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -104,15 +100,27 @@ def attempts_in(payload: EncodedTrajectory) -> int:
     return len(names_in(payload).samples) if is_bundle(payload) else 1
 
 
+def rise(samples: Sequence[int]) -> bool:
+    """Whether they are in order, each once."""
+    return sorted(set(samples)) == list(samples)
+
+
+def largest_alone(bundle: Bundle, nbytes: int) -> int:
+    """The most bytes that one of its attempts takes alone, of a bundle that is encoded in `nbytes`: its arrays, and all
+    that is no array here."""
+    grown = ALONE_BYTES + COMPONENT_BYTES * max(map(len, bundle.components), default=0)
+    return nbytes - bundle.arrays.nbytes + grown + max(bundle.n_tokens) * BYTES_PER_TOKEN
+
+
 def is_sound(bundle: Bundle) -> bool:
     """What `check_header` asks of each trajectory, asked of all at once: whether the columns fit each other and the
     bytes. Of one that is not sound each attempt can be judged for itself."""
-    samples, tokens, count = bundle.samples, bundle.n_tokens, len(bundle.samples)
+    tokens, count = bundle.n_tokens, len(bundle.samples)
     return (
         len(bundle.rewards) == len(tokens) == len(bundle.sampled) == len(bundle.finishes) == count
         and len(bundle.components) in (0, count)
         and len(bundle.timings) in (0, count)
-        and (count == 1 or (len(set(samples)) == count and sorted(samples) == list(samples)))
+        and rise(bundle.samples)
         and not any(map(gt, bundle.sampled, tokens))
         and all(map(math.isfinite, bundle.rewards))
         and sum(tokens) * BYTES_PER_TOKEN == bundle.arrays.nbytes
@@ -168,12 +176,10 @@ def bundled(packed: Sequence[Packed]) -> list[Packed]:
     out: list[Packed] = []
     for each in packed:
         key = _alike(each.trajectory)
-        if not key:
-            out.append(each)
-        elif key in alike:
-            alike[key].append(each)
+        if key:
+            alike.setdefault(key, []).append(each)
         else:
-            alike[key] = [each]
+            out.append(each)
     for own in alike.values():
         out += [PackedBundle(own)] if 1 < len(own) <= MAX_ATTEMPTS else own
     return out

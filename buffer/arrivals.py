@@ -7,22 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from async_rl.bundle import (
-    ALONE_BYTES,
-    COMPONENT_BYTES,
-    decode_bundle,
-    is_bundle,
-    is_sound,
-    names_in,
-    taken_apart,
-)
-from async_rl.trajectory import (
-    BYTES_PER_TOKEN,
-    EncodedTrajectory,
-    TrajectoryError,
-    check_header,
-    decode_trajectory,
-)
+from async_rl.bundle import decode_bundle, is_bundle, is_sound, largest_alone, names_in, rise, taken_apart
+from async_rl.trajectory import EncodedTrajectory, TrajectoryError, check_header, decode_trajectory
 from async_rl.wire.link import Received
 from async_rl.wire.messages import HandOver, Results
 from async_rl.wire.payloads import to_keep, unpack_payloads
@@ -78,22 +64,22 @@ def read_bundle(node: str, payload: EncodedTrajectory, largest: int, group_size:
     node bundles, more than a group or an attempt twice: what it may cost here is what a group may."""
     try:
         named = names_in(payload)
-        if len(named.samples) > group_size or sorted(set(named.samples)) != list(named.samples):
-            raise ValueError(f"its {len(named.samples)} samples are not some of a group of {group_size}, in order")
+        if len(named.samples) > group_size:
+            raise ValueError(f"{len(named.samples)} samples of a group of {group_size}")
         room = largest * len(named.samples)
         if len(payload) > room:
             problem = f"a bundle of {len(payload)} bytes, more than the {room} that were reserved for it"
             return [too_large(node, named.lease, sample, problem) for sample in named.samples]
         bundle = decode_bundle(payload)
-        fields = len(payload) - bundle.arrays.nbytes
-        fields += ALONE_BYTES + COMPONENT_BYTES * max(map(len, bundle.components), default=0)
-        if is_sound(bundle) and fields + max(bundle.n_tokens) * BYTES_PER_TOKEN <= largest:
+        if is_sound(bundle) and largest_alone(bundle, len(payload)) <= largest:
             return (
                 BundleArrived(
-                    node, bundle.lease, bundle.samples, bundle.version, bundle.digest, bundle.rewards, bundle.sampled,
-                    payload,
+                    node, bundle.lease, bundle.samples, bundle.version, bundle.digest, bundle.rewards, bundle.n_tokens,
+                    bundle.sampled, payload,
                 ),
             )  # fmt: skip
+        if not rise(bundle.samples):
+            raise ValueError(f"its samples are not in order, each once: {bundle.samples}")
         read = [read_attempt(node, alone, largest) for alone in taken_apart(payload)]
     except (msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError) as error:
         log.error("node %s sent a bundle of trajectories that cannot be read: %s", node, error)

@@ -1,7 +1,7 @@
 """Results that came as a bundle (async_rl.bundle): taken in whole where every attempt of it would be, else one by one.
 
-Whole means one look at the lease, one entry of what is held, and one payload to lend: a group of eight costs what one
-attempt costs. It asks what buffer.replay asks of each result. Wherever the answer is not a plain yes for all of them,
+Whole means one look at the lease, one entry of what is held, and one payload to lend, however many attempts these are.
+It asks what buffer.replay asks of each result. Wherever the answer is not a plain yes for all of them,
 the bundle is taken apart and each attempt judged for itself, so that this file decides nothing.
 
 These handlers belong to `buffer.replay.Replay`, and change its state as its own do.
@@ -64,12 +64,13 @@ def alone(event: BundleArrived) -> list[ResultArrived]:
     problem = NOBODYS
     if len(event.payload):
         payloads, problem = taken_apart(event.payload), ""
+    rows = zip(event.samples, event.rewards, event.n_tokens, event.sampled, payloads, strict=True)
     return [
         ResultArrived(
-            event.node, event.lease, sample, "ok", reward, (VersionRun(event.version, event.digest, sampled),), sampled,
-            payload, problem,
+            event.node, event.lease, sample, "ok", reward, (VersionRun(event.version, event.digest, sampled),),
+            n_tokens, payload, problem,
         )
-        for sample, reward, sampled, payload in zip(event.samples, event.rewards, event.sampled, payloads, strict=True)
+        for sample, reward, n_tokens, sampled, payload in rows
     ]  # fmt: skip
 
 

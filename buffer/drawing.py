@@ -80,6 +80,7 @@ def batch_confirmed(replay: Replay, event: BatchConfirmed, now: float, effects: 
         replay.bound = next_bound(replay.bound, Report(event.ess, event.k3), rules)
     replay.groups.sweep(replay.confirmed_batches)
 
+
 def batch_group(ticket: int, group: Group, held: Sequence[Held], now: float, uses: int) -> BatchGroup:
     """How a group that is lent at `now` with these attempts, for the (uses + 1)-th time, is named to the trainer, by
     the run's number of its ticket."""

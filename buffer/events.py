@@ -141,8 +141,8 @@ class ResultArrived(Event, frozen=True, tag=True, array_like=True):
 
 class BundleArrived(Event, frozen=True, tag=True, array_like=True):
     """Good attempts of a lease came back in one payload, a bundle (async_rl.bundle), all of them sampled under version
-    and digest. `rewards` and `sampled` (tokens) have an entry for each of `samples`. Apart from how it is kept and lent
-    it is as if each had come alone."""
+    and digest. `rewards`, `n_tokens` and `sampled` (of these) have an entry for each of `samples`. Apart from how they
+    are kept and lent (bundles of one group in the order of their first samples) it is as if each had come alone."""
 
     node: str
     lease: int
@@ -150,6 +150,7 @@ class BundleArrived(Event, frozen=True, tag=True, array_like=True):
     version: int
     digest: str
     rewards: tuple[float, ...]
+    n_tokens: tuple[int, ...]
     sampled: tuple[int, ...]
     payload: Opaque
 
@@ -225,8 +226,7 @@ class RunFinished(Event, frozen=True, tag=True, array_like=True):
 AnyEvent = (
     BufferStarted | TrainerJoined | Checkpointed | NodeJoined | NodeAttested | NodeHeld | NodeRefused | NodeWanted
     | NodeDraining | NodeLost | ResultArrived | BundleArrived | ResultsArrived | SamplesReturned | PrefixesHandedOver
-    | PolicyRegistered
-    | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
+    | PolicyRegistered | DrawRequested | BatchConfirmed | EvalRequested | Resumed | Ticked | RunFinished
 )  # fmt: skip
 
 

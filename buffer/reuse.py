@@ -129,7 +129,7 @@ class Pool:
 
 def only_trained(group: Group, trained: Mapping[int, int]) -> bool:
     """Forget a group's attempts that the trainer did not take; whether enough is left to compare with each other. (Each
-    is held for itself: with reuse no bundle is: buffer.bundled.is_plain.)"""
+    is held for itself: with reuse no bundle is kept, see buffer.bundled.is_plain.)"""
     before = sum([len(record.held) for record in group.leases])
     for record in group.leases:
         mask = trained.get(record.lease, 0)

@@ -366,9 +366,7 @@ class RolloutBook:
     def _failed(self, key: tuple[int, int], status: Any, note: str) -> Packed:
         self._close(key)
         note = note[:NOTE_CHARACTERS]
-        return Packed(
-            Trajectory(*key, status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note)
-        )
+        return Packed(Trajectory(*key, status, 0.0, (), EMPTY, node=self._node, engine=self._engine, note=note))
 
     def _close(self, key: tuple[int, int]) -> None:
         lease, sample = key

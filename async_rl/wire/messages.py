@@ -30,7 +30,7 @@ from async_rl.wire.seen import NOTHING_SEEN, Seen
 
 MAGIC = "arl"
 SCHEMA = 2  # 2: bundles among the payloads
-COALESCE_BYTES = 128 << 10  # small messages are joined up to about this size (docs/bench/README.md)
+COALESCE_BYTES = 128 << 10  # small messages are joined up to about this size; larger gained little (measured)
 
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
 Outcome = Literal["trained", "stale", "refused"]

@@ -19,6 +19,7 @@ from async_rl.bundle import (
     decode_bundle,
     is_bundle,
     is_sound,
+    largest_alone,
     taken_apart,
     trajectories_of,
     unbundled,
@@ -120,6 +121,14 @@ def test_one_with_an_array_more_and_one_of_two_segments_travel_alone() -> None:
 
 def sound() -> Bundle:
     return decode_bundle(bundled([packed(7, 1), packed(7, 3)])[0].joined())
+
+
+def test_what_an_attempt_takes_alone_counts_how_numbers_grow_that_were_written_sparingly() -> None:
+    components = {str(index): 1 for index in range(60)}
+    forged = msgspec.structs.replace(sound(), rewards=(1, 0), components=(components, {}), timings=([], []))
+    data = msgspec.msgpack.encode(forged)
+    assert max(map(len, taken_apart(data))) > len(data)
+    assert max(map(len, taken_apart(data))) <= largest_alone(decode_bundle(data), len(data))
 
 
 @pytest.mark.parametrize(
