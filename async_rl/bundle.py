@@ -6,7 +6,9 @@ good, in one segment, all of it sampled under one policy, with nothing but the t
 travels alone, as an encoded Trajectory; and where the attempts of a bundle have to be told apart (one is refused, or
 not owed), it is taken apart into these. A payload is one or the other: `trajectories_of` reads both.
 
-The arrays of an attempt lie together as in a Trajectory, and those of the attempts back to back, in their order.
+The arrays lie by columns too, so that a reader views each column once, and only cuts it:
+
+    token ids int32 of all attempts, back to back in their order | their log-probabilities float32 | their masks uint8
 """
 
 from __future__ import annotations
@@ -17,21 +19,28 @@ from operator import gt
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from async_rl.trajectory import (
     BYTES_PER_TOKEN,
+    IDS,
     LARGEST_VERSION,
+    LOGPROBS,
+    MASK,
     EncodedTrajectory,
     Finish,
     Packed,
+    SegmentArrays,
     SegmentHeader,
     Timings,
     Trajectory,
     TrajectoryError,
     bin_head,
+    check_header,
     decode_trajectory,
     encode_trajectory,
+    segment_arrays,
 )
 from async_rl.version import VersionRun
 
@@ -127,29 +136,85 @@ def is_sound(bundle: Bundle) -> bool:
     )
 
 
-def unbundled(bundle: Bundle) -> Iterator[Trajectory]:
-    """Each attempt as a trajectory of its own, its arrays a view. Raises TrajectoryError when the columns are not
-    equally long; what else may be wrong with them is then wrong with the trajectories, for `check_header` to find."""
-    columns = (bundle.rewards, bundle.n_tokens, bundle.sampled, bundle.finishes)
+def _headers(bundle: Bundle) -> Iterator[Trajectory]:
+    """Each attempt as a trajectory of its own, but without its arrays. The columns must be equally long."""
     count = len(bundle.samples)
-    components, timings = bundle.components or (NO_COMPONENTS,) * count, bundle.timings or (NO_TIMINGS,) * count
-    if any(len(column) != count for column in (*columns, components, timings)):
-        raise TrajectoryError(f"lease {bundle.lease}: a bundle of {count} attempts with columns of other lengths")
-    start, arrays, last = 0, bundle.arrays, count - 1
-    for index, (sample, reward, n_tokens, sampled, finish) in enumerate(zip(bundle.samples, *columns, strict=True)):
-        end = start + n_tokens * BYTES_PER_TOKEN
-        own = arrays[start:end] if index < last else arrays[start:]  # what is too much or lacking shows at the last
-        start = end
-        header = SegmentHeader(n_tokens, finish, (VersionRun(bundle.version, bundle.digest, sampled),))
+    rows = zip(
+        bundle.samples, bundle.rewards, bundle.n_tokens, bundle.sampled, bundle.finishes,
+        bundle.components or (NO_COMPONENTS,) * count, bundle.timings or (NO_TIMINGS,) * count, strict=True,
+    )  # fmt: skip
+    lease, version, digest, node, engine = bundle.lease, bundle.version, bundle.digest, bundle.node, bundle.engine
+    policy_name = bundle.policy_name
+    for sample, reward, n_tokens, sampled, finish, components, timings in rows:
+        header = SegmentHeader(n_tokens, finish, (VersionRun(version, digest, sampled),))
         yield Trajectory(
-            bundle.lease, sample, "ok", reward, (header,), own, components[index], (), bundle.node, bundle.engine,
-            timings[index], "", bundle.policy_name,
-        )  # fmt: skip
+            lease, sample, "ok", reward, (header,), EMPTY, components, (), node, engine, timings, "", policy_name
+        )
+
+
+def unbundled(bundle: Bundle) -> Iterator[Trajectory]:
+    """Each attempt as a trajectory of its own. Raises TrajectoryError when the columns are not equally long, or not
+    as long as their bytes; what else may be wrong with them is then wrong with the trajectories, for `check_header` to
+    find."""
+    columns = (bundle.rewards, bundle.n_tokens, bundle.sampled, bundle.finishes)
+    columns += tuple(column for column in (bundle.components, bundle.timings) if column)
+    count, total, arrays = len(bundle.samples), sum(bundle.n_tokens), bundle.arrays
+    if any(len(column) != count for column in columns):
+        raise TrajectoryError(f"lease {bundle.lease}: a bundle of {count} attempts with columns of other lengths")
+    if total * BYTES_PER_TOKEN != arrays.nbytes:
+        raise TrajectoryError(
+            f"lease {bundle.lease}: a bundle with {arrays.nbytes} bytes of arrays declares {total * BYTES_PER_TOKEN}"
+        )
+    tokens, logprobs, masks = arrays[: 4 * total], arrays[4 * total : 8 * total], arrays[8 * total :]
+    start = 0
+    for header, n_tokens in zip(_headers(bundle), bundle.n_tokens, strict=True):
+        end = start + n_tokens
+        own = tokens[4 * start : 4 * end], logprobs[4 * start : 4 * end], masks[start:end]
+        start = end
+        yield msgspec.structs.replace(header, arrays=memoryview(b"".join(own)))
+
+
+class Opened(msgspec.Struct, frozen=True, gc=False):
+    """An attempt as it is read for training: its segments' arrays are views into the payload, and `trajectory` is all
+    the rest (what came in a bundle has no `arrays` there). `problem` says what is wrong with an attempt; then it has no
+    segments' arrays."""
+
+    trajectory: Trajectory
+    segments: Sequence[SegmentArrays]
+    problem: str = ""
+
+
+def opened(payload: EncodedTrajectory) -> list[Opened]:
+    """All attempts of a payload, with headers that fit their bytes (see `check_header`), or a problem. Raises
+    msgspec.ValidationError on a wrong structure, and TrajectoryError as `unbundled`."""
+    if not is_bundle(payload):
+        return [_opened(decode_trajectory(payload))]
+    bundle = decode_bundle(payload)
+    if not is_sound(bundle):
+        return [_opened(trajectory) for trajectory in unbundled(bundle)]
+    data, total = bundle.arrays, sum(bundle.n_tokens)
+    tokens = np.frombuffer(data, IDS, total)
+    logprobs = np.frombuffer(data, LOGPROBS, total, 4 * total)
+    masks = np.frombuffer(data, MASK, total, 8 * total)
+    out, start = [], 0
+    for trajectory, n_tokens in zip(_headers(bundle), bundle.n_tokens, strict=True):
+        end = start + n_tokens
+        arrays = SegmentArrays(tokens[start:end], logprobs[start:end], masks[start:end], {})
+        out.append(Opened(trajectory, (arrays,)))
+        start = end
+    return out
+
+
+def _opened(trajectory: Trajectory) -> Opened:
+    try:
+        check_header(trajectory)
+    except TrajectoryError as error:
+        return Opened(trajectory, (), str(error))
+    return Opened(trajectory, segment_arrays(trajectory))
 
 
 def trajectories_of(payload: EncodedTrajectory) -> list[Trajectory]:
-    """All attempts of a payload, their arrays views into it. Raises msgspec.ValidationError on a wrong structure, and
-    TrajectoryError for a bundle that contradicts itself."""
+    """All attempts of a payload, each as one that came alone. Raises as `opened`."""
     return list(unbundled(decode_bundle(payload))) if is_bundle(payload) else [decode_trajectory(payload)]
 
 
@@ -181,19 +246,32 @@ def bundled(packed: Sequence[Packed]) -> list[Packed]:
         else:
             out.append(each)
     for own in alike.values():
-        out += [PackedBundle(own)] if 1 < len(own) <= MAX_ATTEMPTS else own
+        out += [_bundle(own)] if 1 < len(own) <= MAX_ATTEMPTS else own
     return out
 
 
+def _bundle(attempts: list[Packed]) -> PackedBundle:
+    attempts.sort(key=_sample)
+    pieces = [piece for each in attempts for piece in _pieces(each)]
+    return PackedBundle(attempts[0].trajectory, pieces[::3] + pieces[1::3] + pieces[2::3], attempts=attempts)
+
+
+def _sample(packed: Packed) -> int:
+    return packed.trajectory.sample
+
+
+def _pieces(packed: Packed) -> Sequence[Any]:
+    """Token ids, log-probabilities and mask of an attempt of one segment."""
+    if packed.pieces:
+        return packed.pieces
+    arrays, n = packed.trajectory.arrays, packed.trajectory.n_tokens
+    return arrays[: 4 * n], arrays[4 * n : 8 * n], arrays[8 * n :]
+
+
 class PackedBundle(Packed):
-    """Of attempts that are alike."""
+    """Of attempts that are alike; `trajectory` is the first of them."""
 
-    __slots__ = ("attempts",)
-
-    def __init__(self, attempts: list[Packed]) -> None:
-        attempts.sort(key=lambda each: each.trajectory.sample)
-        super().__init__(attempts[0].trajectory, [piece for each in attempts for piece in each.pieces])
-        self.attempts = attempts
+    attempts: Sequence[Packed] = ()
 
     def _head(self) -> bytes:
         first, rows = self.trajectory, [_row(packed.trajectory) for packed in self.attempts]

@@ -32,12 +32,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from async_rl.bundle import bundled, trajectories_of
+import numpy.typing as npt
+
+from async_rl.bundle import Opened, bundled, opened
 from async_rl.config import Config, batch_bytes, config_from_table, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import pacing
@@ -49,9 +51,7 @@ from async_rl.trajectory import (
     Packed,
     Segment,
     Trajectory,
-    check_header,
     lay_out,
-    segment_arrays,
 )
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.keys import dial_keys, make_keys
@@ -284,9 +284,9 @@ def node_main(path: Path, load: Load, per_message: int, seed: int, version: Any,
 
 
 class Trainer:
-    """Draws, confirms, publishes. `take` is given every trajectory."""
+    """Draws, confirms, publishes. `take` is given every attempt."""
 
-    def __init__(self, link: Client, config: Config, take: Callable[[Trajectory], None]) -> None:
+    def __init__(self, link: Client, config: Config, take: Callable[[Opened], None]) -> None:
         self._link = link
         self._take = take
         link.send(TrainerReady(FINGERPRINT, pacing(config)))
@@ -300,17 +300,29 @@ class Trainer:
         for step in range(first, last):
             received = receive(self._link, Batch)
             payloads = unpack_payloads(received.message.trajectories, received.blobs)
-            trajectories = [trajectory for payload in payloads for trajectory in trajectories_of(payload)]
-            for trajectory in trajectories:
-                check_header(trajectory)
+            attempts = [attempt for payload in payloads for attempt in opened(payload)]
+            check_sound(attempts)
+            of = [attempt.trajectory for attempt in attempts]
             self._link.send(PolicyPublished(policy(step + 1)))
-            self._link.send(Confirm(step, tuple([Disposition(of.lease, of.sample, "trained") for of in trajectories])))
+            self._link.send(Confirm(step, tuple([Disposition(each.lease, each.sample, "trained") for each in of])))
             if step + 1 < last:
                 self._link.send(Draw(step + 1))
-            for trajectory in trajectories:
-                self._take(trajectory)
+            for attempt in attempts:
+                self._take(attempt)
             receive(self._link, Confirmed)
             yield step + 1
+
+
+def plain_arrays(attempt: Opened) -> tuple[npt.NDArray[Any], ...]:
+    (segment,) = attempt.segments
+    return segment.tokens, segment.logprobs, segment.mask
+
+
+def check_sound(attempts: Iterable[Opened]) -> None:
+    """Raises BenchError for one that contradicts itself: the nodes here send none."""
+    for attempt in attempts:
+        if attempt.problem:
+            raise BenchError(attempt.problem)
 
 
 def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
@@ -319,7 +331,7 @@ def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
     trainer = Trainer(
         dial(path, "trainer", "trainer"),
         load_config(str(path / "config.toml")),
-        lambda trajectory: ring.add(segment_arrays(trajectory)[0][:3]),
+        lambda attempt: ring.add(plain_arrays(attempt)),
     )
     version.value = 0
     for published in trainer.steps(0, STEPS):
@@ -349,7 +361,7 @@ def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bo
     with Crew() as crew, house(load.tokens, batches - 1, journal, curve) as made:
         version, delivered = shared(crew, load)
         link = dial(made.path, "trainer", "trainer")
-        trainer = Trainer(link, made.config, lambda trajectory: None)
+        trainer = Trainer(link, made.config, lambda attempt: None)
         start_nodes(crew, made, load, coalesced, version, delivered)
         seconds = used = 0.0
         for fill in range(WARM_FILLS + FILLS):
