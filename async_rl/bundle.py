@@ -44,6 +44,7 @@ from async_rl.trajectory import (
 )
 from async_rl.version import VersionRun
 
+TAG = "columns"  # "bundle" had the arrays of an attempt together
 MAX_ATTEMPTS = 1 << 10  # of a bundle
 EMPTY = memoryview(b"")
 ALONE_BYTES, COMPONENT_BYTES = 128, 8  # by which numbers may grow that a bundle wrote sparingly: see largest_alone
@@ -53,14 +54,14 @@ Shared = Annotated[str, Meta(max_length=200)]  # each attempt alone has it again
 Column = Meta(min_length=1, max_length=MAX_ATTEMPTS)
 
 
-class Named(msgspec.Struct, frozen=True, array_like=True, tag="bundle", gc=False):
+class Named(msgspec.Struct, frozen=True, array_like=True, tag=TAG, gc=False):
     """How a Bundle begins: which attempts it is of."""
 
     lease: Annotated[int, Meta(ge=0)]
     samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Column]
 
 
-class Bundle(Named, frozen=True, array_like=True, tag="bundle", gc=False):
+class Bundle(Named, frozen=True, array_like=True, tag=TAG, gc=False):
     """`samples` rise. Each column has an entry for each of them; `components` and `timings` may be empty instead: then
     nobody has any. `sampled` are how many tokens of `n_tokens` the model sampled, all of version and digest. `arrays`
     is a view into the received frame, or bytes."""
@@ -83,7 +84,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Bundle)
 _name_decoder = msgspec.msgpack.Decoder(Named)
 # A Bundle's first bytes: as many fields, and its tag. A Trajectory has a number there.
-HEAD = bytes((0x90 | (len(Bundle.__struct_fields__) + 1),)) + _encoder.encode("bundle")
+HEAD = bytes((0x90 | (len(Bundle.__struct_fields__) + 1),)) + _encoder.encode(TAG)
 NO_ARRAYS = len(bin_head(0))
 NO_COMPONENTS: dict[str, float] = {}
 NO_TIMINGS = Timings()
@@ -156,10 +157,10 @@ def unbundled(bundle: Bundle) -> Iterator[Trajectory]:
     """Each attempt as a trajectory of its own. Raises TrajectoryError when the columns are not equally long, or not
     as long as their bytes; what else may be wrong with them is then wrong with the trajectories, for `check_header` to
     find."""
-    columns = (bundle.rewards, bundle.n_tokens, bundle.sampled, bundle.finishes)
-    columns += tuple(column for column in (bundle.components, bundle.timings) if column)
     count, total, arrays = len(bundle.samples), sum(bundle.n_tokens), bundle.arrays
-    if any(len(column) != count for column in columns):
+    full = (bundle.rewards, bundle.n_tokens, bundle.sampled, bundle.finishes)
+    may_be_empty = (bundle.components, bundle.timings)
+    if {*map(len, full)} != {count} or {*map(len, may_be_empty)} - {0, count}:
         raise TrajectoryError(f"lease {bundle.lease}: a bundle of {count} attempts with columns of other lengths")
     if total * BYTES_PER_TOKEN != arrays.nbytes:
         raise TrajectoryError(
@@ -190,8 +191,11 @@ def opened(payload: EncodedTrajectory) -> list[Opened]:
     if not is_bundle(payload):
         return [_opened(decode_trajectory(payload))]
     bundle = decode_bundle(payload)
-    if not is_sound(bundle):
-        return [_opened(trajectory) for trajectory in unbundled(bundle)]
+    return cut(bundle) if is_sound(bundle) else [_opened(trajectory) for trajectory in unbundled(bundle)]
+
+
+def cut(bundle: Bundle) -> list[Opened]:
+    """The attempts of a bundle that `is_sound`."""
     data, total = bundle.arrays, sum(bundle.n_tokens)
     tokens = np.frombuffer(data, IDS, total)
     logprobs = np.frombuffer(data, LOGPROBS, total, 4 * total)

@@ -50,6 +50,7 @@ from buffer.rules import Rules
 
 BATCH = 100  # tickets of a batch; one for each node, which so is leased one group a step
 GROUP = 8
+ALL = tuple(range(GROUP))
 PAYLOAD = memoryview(bytes(16))
 RESIDENT = (1_000, 10_000, 100_000, 1_000_000)
 QUICK_RESIDENT = (1_000, 10_000)
@@ -159,9 +160,7 @@ class SteadyState:
     def _confirmation(self, lent: LendBatch) -> BatchConfirmed:
         """Everything was trained. Leases are granted in the order of tickets and never again, so they are equal."""
         tickets = [group.ticket for group in lent.groups]
-        return BatchConfirmed(
-            lent.batch, tuple(Disposition(ticket, sample, "trained") for ticket in tickets for sample in range(GROUP))
-        )
+        return BatchConfirmed(lent.batch, tuple(Disposition(ticket, ALL, "trained") for ticket in tickets))
 
 
 def policy(version: int) -> PolicyId:

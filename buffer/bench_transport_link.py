@@ -32,14 +32,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
-from async_rl.bundle import Opened, bundled, opened
+from async_rl.bundle import Bundle, bundled, cut, decode_bundle, is_bundle, is_sound
 from async_rl.config import Config, batch_bytes, config_from_table, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.fingerprint import pacing
@@ -48,10 +48,15 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.launch import child_environment, last_line
 from async_rl.run.pages import keep_pages
 from async_rl.trajectory import (
+    EncodedTrajectory,
     Packed,
     Segment,
     Trajectory,
+    TrajectoryError,
+    check_header,
+    decode_trajectory,
     lay_out,
+    segment_arrays,
 )
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.keys import dial_keys, make_keys
@@ -284,9 +289,9 @@ def node_main(path: Path, load: Load, per_message: int, seed: int, version: Any,
 
 
 class Trainer:
-    """Draws, confirms, publishes. `take` is given every attempt."""
+    """Draws, confirms, publishes. `take` is given every payload."""
 
-    def __init__(self, link: Client, config: Config, take: Callable[[Opened], None]) -> None:
+    def __init__(self, link: Client, config: Config, take: Callable[[Bundle | Trajectory], None]) -> None:
         self._link = link
         self._take = take
         link.send(TrainerReady(FINGERPRINT, pacing(config)))
@@ -300,39 +305,51 @@ class Trainer:
         for step in range(first, last):
             received = receive(self._link, Batch)
             payloads = unpack_payloads(received.message.trajectories, received.blobs)
-            attempts = [attempt for payload in payloads for attempt in opened(payload)]
-            check_sound(attempts)
-            of = [attempt.trajectory for attempt in attempts]
+            checked = [check_payload(payload) for payload in payloads]
             self._link.send(PolicyPublished(policy(step + 1)))
-            self._link.send(Confirm(step, tuple([Disposition(each.lease, each.sample, "trained") for each in of])))
+            self._link.send(Confirm(step, tuple(map(trained, checked))))
             if step + 1 < last:
                 self._link.send(Draw(step + 1))
-            for attempt in attempts:
-                self._take(attempt)
+            for each in checked:
+                self._take(each)
             receive(self._link, Confirmed)
             yield step + 1
 
 
-def plain_arrays(attempt: Opened) -> tuple[npt.NDArray[Any], ...]:
-    (segment,) = attempt.segments
-    return segment.tokens, segment.logprobs, segment.mask
+def check_payload(payload: EncodedTrajectory) -> Bundle | Trajectory:
+    """What it is, decoded, its headers checked. Raises TrajectoryError for what contradicts itself."""
+    if not is_bundle(payload):
+        trajectory = decode_trajectory(payload)
+        check_header(trajectory)
+        return trajectory
+    bundle = decode_bundle(payload)
+    if not is_sound(bundle):
+        raise TrajectoryError(f"a bundle of lease {bundle.lease} contradicts itself")
+    return bundle
 
 
-def check_sound(attempts: Iterable[Opened]) -> None:
-    """Raises BenchError for one that contradicts itself: the nodes here send none."""
-    for attempt in attempts:
-        if attempt.problem:
-            raise BenchError(attempt.problem)
+def trained(checked: Bundle | Trajectory) -> Disposition:
+    return Disposition(checked.lease, checked.samples if isinstance(checked, Bundle) else (checked.sample,), "trained")
+
+
+def arrays_of(checked: Bundle | Trajectory) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+    """Views, three for each attempt."""
+    if isinstance(checked, Bundle):
+        segments = [attempt.segments[0] for attempt in cut(checked)]
+    else:
+        segments = segment_arrays(checked)
+    return ((segment.tokens, segment.logprobs, segment.mask) for segment in segments)
 
 
 def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
     keep_pages()
     ring = Ring(load.tokens, count)
-    trainer = Trainer(
-        dial(path, "trainer", "trainer"),
-        load_config(str(path / "config.toml")),
-        lambda attempt: ring.add(plain_arrays(attempt)),
-    )
+
+    def take(checked: Bundle | Trajectory) -> None:
+        for arrays in arrays_of(checked):
+            ring.add(arrays)
+
+    trainer = Trainer(dial(path, "trainer", "trainer"), load_config(str(path / "config.toml")), take)
     version.value = 0
     for published in trainer.steps(0, STEPS):
         version.value = published
@@ -361,7 +378,7 @@ def measure_ingest(load: Load, coalesced: bool, journal: bool = False, curve: bo
     with Crew() as crew, house(load.tokens, batches - 1, journal, curve) as made:
         version, delivered = shared(crew, load)
         link = dial(made.path, "trainer", "trainer")
-        trainer = Trainer(link, made.config, lambda attempt: None)
+        trainer = Trainer(link, made.config, lambda checked: None)
         start_nodes(crew, made, load, coalesced, version, delivered)
         seconds = used = 0.0
         for fill in range(WARM_FILLS + FILLS):

@@ -104,14 +104,17 @@ def sort_dispositions(
     ends: dict[Outcome, dict[int, int]] = {}
     left = dict(lent)
     for item in dispositions:
-        lease, sample = item.lease, item.sample
-        mask = left.get(lease, 0)
-        if sample < 0 or not mask >> sample & 1:
-            fault = "is named twice" if sample >= 0 and lent.get(lease, 0) >> sample & 1 else "is not in it"
-            return f"attempt {lease}/{sample} {fault}", {}
-        left[lease] = mask ^ (1 << sample)
+        lease, mask = item.lease, left.get(item.lease, 0)
+        named = 0
+        for sample in item.samples:
+            if sample < 0 or not mask >> sample & 1:
+                fault = "is named twice" if sample >= 0 and lent.get(lease, 0) >> sample & 1 else "is not in it"
+                return f"attempt {lease}/{sample} {fault}", {}
+            mask ^= 1 << sample
+            named |= 1 << sample
+        left[lease] = mask
         leases = ends.setdefault(item.outcome, {})
-        leases[lease] = leases.get(lease, 0) | 1 << sample
+        leases[lease] = leases.get(lease, 0) | named
     missing = next(((lease, members(mask)) for lease, mask in left.items() if mask), None)
     if missing is not None:
         return f"attempt {missing[0]}/{missing[1][0]} is missing", {}

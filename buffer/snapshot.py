@@ -42,7 +42,7 @@ from buffer import (
     rules,
 )  # fmt: skip
 
-SNAPSHOT_SCHEMA = 7
+SNAPSHOT_SCHEMA = 8
 
 MODULES: tuple[ModuleType, ...] = (
     version, proof, messages, adaptive, admission, capacity, evaluation, events, groups, handover, instances, leases,

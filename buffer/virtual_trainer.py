@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 
 from async_rl.version import PolicyId, staleness
-from async_rl.wire.messages import BatchGroup, Disposition, SamplingParams
+from async_rl.wire.messages import BatchGroup, Disposition, SamplingParams, dispositions_of
 from buffer.events import AnyEvent, BatchConfirmed, DrawRequested, EvalRequested, LendBatch, PolicyRegistered
 from buffer.scenario import Scenario, numbers
 from buffer.virtual_results import Payload
@@ -81,7 +81,7 @@ class VirtualTrainer:
         skipped = next(self._chance) < self._scenario.skipped
         outcome: Literal["refused", "trained"] = "refused" if skipped else "trained"
         payloads = cast(Sequence[Payload], batch.payloads)
-        dispositions = tuple([Disposition(payload.lease, payload.sample, outcome) for payload in payloads])
+        dispositions = dispositions_of((payload.lease, payload.sample, outcome) for payload in payloads)
         tokens, age_tokens = self._count(batch.for_version, payloads)
         self.trained_tokens += _first_time(batch.groups, payloads)
         seconds = max(0.0, next(self._step_s) + self._speed.token_s * tokens) / self._speed.workers

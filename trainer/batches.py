@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from async_rl.bundle import attempts_in, trajectories_of
+from async_rl.bundle import Opened, attempts_in, opened
 from async_rl.config import Config
 from async_rl.credit_config import CreditConfig
 from async_rl.errors import AsyncRLError
@@ -27,12 +27,11 @@ from async_rl.trajectory import (
     MaskReason,
     Trajectory,
     TrajectoryError,
-    check_trajectory,
-    segment_arrays,
+    check_arrays,
 )
 from async_rl.version import is_stale, judged_version, token_versions, tokens_of
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome
+from async_rl.wire.messages import Batch, BatchGroup, Disposition, Outcome, dispositions_of
 from async_rl.wire.payloads import pack_payloads, unpack_payloads
 from trainer.algorithm.advantages import ADVANTAGES, NORMALISATIONS
 from trainer.algorithm.ratios import k3_of
@@ -48,12 +47,12 @@ WAS_SAMPLED = (MaskReason.SAMPLED, MaskReason.STALE, MaskReason.TRUNCATED)
 class TrainingBatch(NamedTuple):
     """What one optimiser step learns from. `ages` are int32 staleness values of all trained tokens; `rewards` float64
     of the attempts that train as they were earned, `shaped` what the advantages were computed from; `truncated` of
-    these attempts were cut for their length; `nodes` says how many of them each node sampled; `dispositions` cover
-    every attempt, and so do `groups` and `trajectories`, as they were lent for `for_version`. `reference_kl` is the
+    these attempts were cut for their length; `nodes` says how many of them each node sampled; `outcomes` cover
+    every attempt, and so do `groups` and `attempts`, as they were lent for `for_version`. `reference_kl` is the
     mean k3 of μ against the reference policy over sampled tokens, where the reward pays for it."""
 
     samples: list[Sample]
-    dispositions: tuple[Disposition, ...]
+    outcomes: tuple[Outcome, ...]
     rewards: npt.NDArray[np.float64]
     shaped: npt.NDArray[np.float64]
     truncated: int
@@ -62,8 +61,19 @@ class TrainingBatch(NamedTuple):
     nodes: dict[str, int]
     for_version: int
     groups: tuple[BatchGroup, ...]
-    trajectories: Sequence[Trajectory]
+    attempts: Sequence[Opened]
     reference_kl: float | None = None
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Of every attempt, without the arrays of those that came in bundles."""
+        return [attempt.trajectory for attempt in self.attempts]
+
+    @property
+    def dispositions(self) -> tuple[Disposition, ...]:
+        return dispositions_of(
+            (of.lease, of.sample, outcome) for of, outcome in zip(self.trajectories, self.outcomes, strict=True)
+        )
 
 
 def prepare(
@@ -73,40 +83,41 @@ def prepare(
     the trajectories that its groups declare, or for rewards that the configured advantage is not for."""
     credit = config.algorithm
     batch: Batch = received.message
-    trajectories = _trajectories(received)
+    attempts = _attempts(received)
     sizes = [group.size for group in batch.groups]
-    if sum(sizes) != len(trajectories) or min(sizes, default=0) < 0:
-        raise AsyncRLError(f"batch {batch.batch}: {sum(sizes)} trajectories declared, {len(trajectories)} received")
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    kept, dispositions = [], []
-    for group, trajectory in zip(groups, trajectories, strict=True):
-        outcome = _outcome(trajectory, batch.for_version, vocabulary_size, config, routes)
-        dispositions.append(Disposition(trajectory.lease, trajectory.sample, outcome))
-        if outcome == "trained":
-            kept.append((int(group), trajectory))
-    rewards = np.array([trajectory.reward for _, trajectory in kept], dtype=np.float64)
-    shaped = rewards + _overlong([trajectory for _, trajectory in kept], credit, config.inference.max_new_tokens)
+    if sum(sizes) != len(attempts) or min(sizes, default=0) < 0:
+        raise AsyncRLError(f"batch {batch.batch}: {sum(sizes)} trajectories declared, {len(attempts)} received")
+    groups = np.repeat(np.arange(len(sizes)), sizes).tolist()
+    outcomes = [_outcome(attempt, batch.for_version, vocabulary_size, config, routes) for attempt in attempts]
+    kept = [
+        (group, attempt)
+        for group, attempt, outcome in zip(groups, attempts, outcomes, strict=True)
+        if outcome == "trained"
+    ]
+    trajectories = [attempt.trajectory for _, attempt in kept]
+    rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64)
+    shaped = rewards + _overlong(trajectories, credit, config.inference.max_new_tokens)
     advantages = _advantages(shaped, [group for group, _ in kept], credit)
     samples = [
         sample
-        for attempt, (group, trajectory) in enumerate(kept)
-        for sample in _samples(trajectory, advantages[attempt], attempt, group, batch.for_version, config)
+        for number, (group, attempt) in enumerate(kept)
+        for sample in _samples(attempt, advantages[number], number, group, batch.for_version, config)
     ]
     ages = np.concatenate(
         [np.zeros(0, np.int32), *(sample.ages[sample.mask == MaskReason.SAMPLED] for sample in samples)]
     )
     return TrainingBatch(
         samples,
-        tuple(dispositions),
+        tuple(outcomes),
         rewards,
         shaped,
-        sum(_is_truncated(trajectory) for _, trajectory in kept),
+        sum(map(_is_truncated, trajectories)),
         ages,
         sum(len(sample.tokens) for sample in samples),
-        dict(Counter(trajectory.node for _, trajectory in kept)),
+        dict(Counter(trajectory.node for trajectory in trajectories)),
         batch.for_version,
         batch.groups,
-        trajectories,
+        attempts,
     )
 
 
@@ -180,21 +191,23 @@ def _is_truncated(trajectory: Trajectory) -> bool:
     return trajectory.segments[-1].finish == "length"
 
 
-def _trajectories(received: Received) -> list[Trajectory]:
+def _attempts(received: Received) -> list[Opened]:
     try:
         payloads = unpack_payloads(received.message.trajectories, received.blobs)
-        return [trajectory for payload in payloads for trajectory in trajectories_of(payload)]
+        return [attempt for payload in payloads for attempt in opened(payload)]
     except (msgspec.MsgspecError, ValueError, TrajectoryError) as error:
         raise AsyncRLError(f"batch {received.message.batch}: a trajectory cannot be decoded: {error}") from error
 
 
 def _outcome(
-    trajectory: Trajectory, for_version: int, vocabulary_size: int, config: Config, routes: RouteShape | None
+    attempt: Opened, for_version: int, vocabulary_size: int, config: Config, routes: RouteShape | None
 ) -> Outcome:
-    centred, buffer = config.algorithm.center_scores, config.buffer
+    centred, buffer, trajectory = config.algorithm.center_scores, config.buffer, attempt.trajectory
     try:
-        check_trajectory(trajectory, vocabulary_size)
-        for arrays in segment_arrays(trajectory):
+        if attempt.problem:
+            raise TrajectoryError(attempt.problem)
+        check_arrays(trajectory, attempt.segments, vocabulary_size)
+        for arrays in attempt.segments:
             if centred:
                 check_top(arrays, centred, vocabulary_size, f"attempt {trajectory.attempt}")
             if routes is not None:
@@ -209,13 +222,13 @@ def _outcome(
 
 
 def _samples(
-    trajectory: Trajectory, advantage: float, attempt: int, group: int, for_version: int, config: Config
+    attempt: Opened, advantage: float, number: int, group: int, for_version: int, config: Config
 ) -> Sequence[Sample]:
-    """Tokens older than max_staleness do not train: where an attempt may have some, they are masked. Nor, with
-    truncated = "mask", do those of an answer that was cut."""
-    samples = []
+    """Of the attempt that trains in place `number`. Tokens older than max_staleness do not train: where an attempt may
+    have some, they are masked. Nor, with truncated = "mask", do those of an answer that was cut."""
+    samples, trajectory = [], attempt.trajectory
     cut = config.algorithm.truncated == "mask" and _is_truncated(trajectory)
-    for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True):
+    for header, arrays in zip(trajectory.segments, attempt.segments, strict=True):
         mask = arrays.mask
         sampled = mask == MaskReason.SAMPLED
         ages = np.zeros(len(arrays.tokens), dtype=np.int32)
@@ -227,5 +240,5 @@ def _samples(
             mask = np.where(too_old, np.uint8(MaskReason.STALE), mask)
         top = top_of(arrays) if config.algorithm.center_scores else None
         routes = routes_of(arrays) if config.algorithm.router_replay == "rollout" else None
-        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, attempt, group, top, routes))
+        samples.append(Sample(arrays.tokens, arrays.logprobs, mask, ages, advantage, number, group, top, routes))
     return samples

@@ -202,10 +202,10 @@ def run(scale: Scale, cell: Cell, sampler: Child, folder: Path) -> Outcome:
 def prepared(config: Config, drawn: Received, backend: Backend) -> TrainingBatch:
     """As the learner does. Raises AsyncRLError when an attempt does not train: all of them are young enough."""
     batch = prepare(drawn, config, backend.vocabulary_size)
-    refused = [item for item in batch.dispositions if item.outcome != "trained"]
+    refused = [each.trajectory for each, end in zip(batch.attempts, batch.outcomes, strict=True) if end != "trained"]
     if refused:
         raise AsyncRLError(
-            f"{len(refused)} attempts of the batch for version {batch.for_version} do not train: {refused[0]}"
+            f"{len(refused)} attempts of the batch for version {batch.for_version} do not train: {refused[0].attempt}"
         )
     return batch
 

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from async_rl.bundle import Opened
 from async_rl.run.lengths import histogram
 from async_rl.run.metrics import Record
-from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
+from async_rl.trajectory import MaskReason, Trajectory
 from async_rl.version import oldest_version, token_versions, tokens_of
 from async_rl.wire.messages import BatchGroup, Status
 from async_rl.wire.seen import Seen
@@ -41,11 +42,11 @@ def batch_record(batch: TrainingBatch) -> Record:
         "staleness_tokens": np.bincount(ages, minlength=oldest + 1).tolist(),
         "trained": len(batch.rewards),
         "reused": len(batch.rewards) - sum(trained_lengths.values()),
-        "dropped": len(batch.dispositions) - len(batch.rewards),
+        "dropped": len(batch.outcomes) - len(batch.rewards),
         "nodes": batch.nodes,
         "trained_lengths": trained_lengths,
         "batch_tokens": batch.tokens,
-        "data": data_digest(batch.groups, batch.trajectories),
+        "data": data_digest(batch.groups, batch.attempts),
         **_journey(batch),
     }
 
@@ -61,11 +62,10 @@ def _components(trajectories: Sequence[Trajectory]) -> Record:
 
 def _trained_lengths(batch: TrainingBatch) -> dict[str, int]:
     """Sampled tokens of the attempts that train for the first time, masked ones included (async_rl.run.lengths)."""
-    outcomes = [disposition.outcome for disposition in batch.dispositions]
     fresh = _is_fresh(batch.groups)
     trained = [
         one
-        for one, outcome, new in zip(batch.trajectories, outcomes, fresh, strict=True)
+        for one, outcome, new in zip(batch.trajectories, batch.outcomes, fresh, strict=True)
         if new and outcome == "trained"
     ]
     lengths = histogram(tokens_of(one.versions) for one in trained)
@@ -77,15 +77,18 @@ def _is_fresh(groups: Sequence[BatchGroup]) -> list[bool]:
     return [group.uses == 0 for group in groups for _ in range(group.size)]
 
 
-def data_digest(groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory]) -> str:
+def data_digest(groups: Sequence[BatchGroup], attempts: Sequence[Opened]) -> str:
     """SHA-256 (its first half) of what a batch is made of, in its order: each group's place and instance, each
     attempt's tokens, log-probabilities, versions and reward. Not who sampled it, when, or under which lease."""
     digest = hashlib.sha256()
     for group in groups:
         digest.update(msgspec.msgpack.encode((group.ticket, group.try_, group.instance, group.size)))
-    for each in trajectories:
-        digest.update(msgspec.msgpack.encode((each.sample, each.status, each.reward, each.segments)))
-        digest.update(each.arrays)
+    for attempt in attempts:
+        of = attempt.trajectory
+        digest.update(msgspec.msgpack.encode((of.sample, of.status, of.reward, of.segments)))
+        for arrays in attempt.segments:
+            for array in (arrays.tokens, arrays.logprobs, arrays.mask, *arrays.extras.values()):
+                digest.update(array)
     return digest.hexdigest()[:32]
 
 
@@ -136,7 +139,8 @@ def sample_records(batch: TrainingBatch, step: int) -> list[Record]:
     records: list[Record] = []
     first = 0
     for group in batch.groups[:SAMPLED_GROUPS]:
-        trajectory = batch.trajectories[first]
+        attempt = batch.attempts[first]
+        trajectory = attempt.trajectory
         first += group.size
         records.append(
             {
@@ -149,7 +153,7 @@ def sample_records(batch: TrainingBatch, step: int) -> list[Record]:
                 "components": trajectory.components,
                 "segments": [
                     _segment_record(header.versions, header.finish, arrays)
-                    for header, arrays in zip(trajectory.segments, segment_arrays(trajectory), strict=True)
+                    for header, arrays in zip(trajectory.segments, attempt.segments, strict=True)
                 ],
             }
         )

@@ -19,6 +19,9 @@ new SCHEMA. Who sends what:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,7 +32,7 @@ from async_rl.version import PolicyId
 from async_rl.wire.seen import NOTHING_SEEN, Seen
 
 MAGIC = "arl"
-SCHEMA = 2  # 2: bundles among the payloads
+SCHEMA = 3  # 2: bundles among the payloads; 3: their arrays by columns, dispositions by lease
 COALESCE_BYTES = 128 << 10  # small messages are joined up to about this size; larger gained little (measured)
 
 Role = Literal["node", "trainer", "buffer", "store", "tool"]
@@ -323,9 +326,21 @@ class Batch(Message, frozen=True, array_like=True, tag=True):
 
 
 class Disposition(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What became of some samples of a lease: of a whole group, most often."""
+
     lease: int
-    sample: int
+    samples: tuple[int, ...]
     outcome: Outcome
+
+
+def dispositions_of(ends: Iterable[tuple[int, int, Outcome]]) -> tuple[Disposition, ...]:
+    """Of attempts (lease, sample), with the outcome of each: neighbours of one lease and outcome become one."""
+    return tuple(
+        [
+            Disposition(lease, tuple([sample for _, sample, _ in own]), outcome)
+            for (lease, outcome), own in groupby(ends, key=itemgetter(0, 2))
+        ]
+    )
 
 
 class Confirm(Message, frozen=True, array_like=True, tag=True):

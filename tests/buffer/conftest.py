@@ -194,9 +194,8 @@ class Play:
         """Publish the next version and confirm the lent batch, all with one outcome."""
         leases = [record for group in self.replay.lent or () for record in group.leases]
         held = [(record.lease, members(held.samples)) for record in leases for held in record.held]
-        attempts = [(lease, sample) for lease, samples in held for sample in samples]
         self.publish()
-        dispositions = tuple(Disposition(lease, sample, outcome) for lease, sample in attempts)
+        dispositions = tuple(Disposition(lease, samples, outcome) for lease, samples in held)
         return self.apply(BatchConfirmed(self.replay.confirmed_batches, dispositions, ess))
 
 

@@ -15,7 +15,7 @@ from async_rl.bundle import attempts_in, bundled, decode_bundle, trajectories_of
 from async_rl.trajectory import Packed, encode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Disposition, HandOver, Lease, Results, SamplingParams
+from async_rl.wire.messages import HandOver, Lease, Results, SamplingParams, dispositions_of
 from buffer.arrivals import read_results
 from buffer.bundled import alone
 from buffer.entries import entry_parts, read_entry
@@ -275,8 +275,8 @@ def test_what_the_trainer_refuses_of_a_bundle_is_not_used_again(tools):
 def refuse_one(play: Any) -> list[Any]:
     attempts = [(record.lease, sample) for group in play.replay.lent for record in group.leases for sample in range(4)]
     outcomes = ["refused", *["trained"] * (len(attempts) - 1)]
-    told = [Disposition(*each, outcome) for each, outcome in zip(attempts, outcomes, strict=True)]
-    return play.apply(BatchConfirmed(0, tuple(told)))
+    told = [(*each, outcome) for each, outcome in zip(attempts, outcomes, strict=True)]
+    return play.apply(BatchConfirmed(0, dispositions_of(told)))
 
 
 def test_a_bundle_teaches_the_history_of_instances_what_its_attempts_would(tools):

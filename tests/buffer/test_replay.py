@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.messages import Disposition, Progress
@@ -283,7 +284,11 @@ def test_a_ticket_in_a_confirmed_batch_is_spent_whatever_became_of_its_attempts(
     ("change", "message"),
     [
         (lambda items: items[1:], "is missing"),
-        (lambda items: [*items, Disposition(99, 0, "trained")], "attempt 99/0 is not in it"),
+        (lambda items: [replace(items[0], samples=(0,)), *items[1:]], "is missing"),
+        (lambda items: [replace(items[0], samples=(0, 1, 1)), *items[1:]], "attempt 0/1 is named twice"),
+        (lambda items: [replace(items[0], samples=(0, 1, 2)), *items[1:]], "attempt 0/2 is not in it"),
+        (lambda items: [replace(items[0], samples=(-1, 0, 1)), *items[1:]], "attempt 0/-1 is not in it"),
+        (lambda items: [*items, Disposition(99, (0,), "trained")], "attempt 99/0 is not in it"),
         (lambda items: [*items, items[0]], "named twice"),
     ],
 )
@@ -293,7 +298,7 @@ def test_a_confirmation_must_name_exactly_the_attempts_lent(tools, change, messa
     for lease in granted:
         play.deliver(lease)
     play.draw()
-    items = [Disposition(lease.lease, sample, "trained") for lease in granted for sample in lease.samples]
+    items = [Disposition(lease.lease, lease.samples, "trained") for lease in granted]
     (error,) = tools.errors(play.apply(BatchConfirmed(0, tuple(change(items)))))
     assert message in error
     assert play.replay.ledger["batched"] == 4

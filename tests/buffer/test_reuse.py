@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.buffer_config import BufferConfig, batches_held
-from async_rl.wire.messages import Disposition, Lease
+from async_rl.wire.messages import Lease, dispositions_of
 from buffer.events import BatchConfirmed, LendBatch, Resumed
 from buffer.reuse import age_weight, choose
 from buffer.scenario import Constant, Lognormal, Scenario, TrainerSpeed
@@ -65,9 +65,8 @@ def test_of_a_group_only_the_attempts_that_trained_are_used_again_and_never_fewe
         fresh = batch.payloads[: batch.groups[0].size]
         outcomes = dict.fromkeys([bytes(payload).decode() for payload in batch.payloads], "trained")
         outcomes |= dict.fromkeys([bytes(payload).decode() for payload in fresh[:refused]], "refused")
-        dispositions = tuple(
-            Disposition(int(name.split("/")[0]), int(name.split("/")[1]), outcome) for name, outcome in outcomes.items()
-        )
+        attempts = [(int(name.split("/")[0]), int(name.split("/")[1])) for name in outcomes]
+        dispositions = dispositions_of((*attempt, outcomes["{}/{}".format(*attempt)]) for attempt in attempts)
         play.publish()
         play.apply(BatchConfirmed(batch.batch, dispositions))
         for lease in play.attest("a") + play.want("a", 10**6):

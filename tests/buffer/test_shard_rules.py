@@ -135,7 +135,7 @@ def test_parts_that_do_not_hold_what_they_declare_are_refused():
 
 
 def test_dispositions_go_to_the_shards_of_their_leases():
-    said = [Disposition(lease, 0, "trained") for lease in range(7)]
+    said = [Disposition(lease, (0,), "trained") for lease in range(7)]
     assert [[each.lease for each in part] for part in split_dispositions(said, 3)] == [[0, 3, 6], [1, 4], [2, 5]]
 
 

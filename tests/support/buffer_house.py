@@ -157,7 +157,7 @@ def deliver(node: Client, leases: list[Lease], policy: PolicyId = V0) -> None:
 
 def confirm(trainer: Client, batch: Batch, policy: PolicyId) -> Confirmed:
     heads = [head for raw in batch.trajectories for head in trajectories_of(raw)]
-    trainer.send(Confirm(batch.batch, tuple(Disposition(head.lease, head.sample, "trained") for head in heads)))
+    trainer.send(Confirm(batch.batch, tuple(Disposition(head.lease, (head.sample,), "trained") for head in heads)))
     confirmed: Confirmed = receive(trainer, Confirmed).message
     trainer.send(PolicyPublished(policy))
     return confirmed

@@ -267,7 +267,7 @@ class FakeTrainer(Worker):
             for payload in unpack_payloads(received.message.trajectories, received.blobs):
                 for head in trajectories_of(payload):
                     self.trained.append(((head.lease, head.sample), encode_trajectory(head)))
-                    dispositions.append(Disposition(head.lease, head.sample, "trained"))
+                    dispositions.append(Disposition(head.lease, (head.sample,), "trained"))
             time.sleep(self._pause_s)
             self.link.send(Confirm(received.message.batch, tuple(dispositions)))
             receive(self.link, Confirmed)

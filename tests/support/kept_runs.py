@@ -65,7 +65,8 @@ class Kept:
                     came = [of for each in event.results if len(each.payload) for of in trajectories_of(each.payload)]
                     arrived |= {(of.lease, of.sample): of for of in came}
                 if isinstance(event, BatchConfirmed):
-                    trained += [(of.lease, of.sample) for of in event.dispositions if of.outcome == "trained"]
+                    ends = [of for of in event.dispositions if of.outcome == "trained"]
+                    trained += [(of.lease, sample) for of in ends for sample in of.samples]
         return [arrived[key] for key in trained]
 
 

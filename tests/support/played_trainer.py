@@ -66,7 +66,7 @@ class PlayedTrainer:
         batch: Batch = received.message
         heads = [head for raw in batch.trajectories for head in trajectories_of(raw)]
         places = [(group.ticket, place) for group in batch.groups for place in range(group.size)]
-        trained = tuple(Disposition(head.lease, head.sample, "trained") for head in heads)
+        trained = tuple(Disposition(head.lease, (head.sample,), "trained") for head in heads)
         self._buffer.send(Confirm(batch.batch, trained))
         self._await(Confirmed)
         self.version += 1

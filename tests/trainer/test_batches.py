@@ -72,7 +72,7 @@ def prepared(received: Received, on_stale: str = "wait", **credit: Any) -> Train
 
 
 def outcomes(batch: TrainingBatch) -> dict[tuple[int, int], str]:
-    return {(item.lease, item.sample): item.outcome for item in batch.dispositions}
+    return {(of.lease, sample): of.outcome for of in batch.dispositions for sample in of.samples}
 
 
 def grpo(*rewards: float) -> list[float]:
@@ -123,13 +123,11 @@ def test_with_mask_only_the_fresh_tokens_train_and_what_has_none_is_stale() -> N
     mixed = trajectory(7, 0, 1.0, segment((oldest - 1, 3), (oldest, 2)))
     stale, fresh = trajectory(7, 1, 0.0, segment((oldest - 1, 4))), trajectory(7, 2, 0.0, segment((FOR_VERSION, 2)))
     batch = prepared(lend([mixed, stale, fresh]), "mask")
-    assert [item.outcome for item in batch.dispositions] == ["trained", "stale", "trained"]
+    assert list(batch.outcomes) == ["trained", "stale", "trained"]
     prompt, too_old, trains = MaskReason.PROMPT, MaskReason.STALE, MaskReason.SAMPLED
     assert batch.samples[0].mask.tolist() == [prompt] * 2 + [too_old] * 3 + [trains] * 2
     assert batch.ages.tolist() == [K, K, 0, 0]
-    assert [item.outcome for item in prepared(lend([mixed, stale, fresh]), "drop").dispositions] == [
-        "stale", "stale", "trained",
-    ]  # fmt: skip
+    assert prepared(lend([mixed, stale, fresh]), "drop").outcomes == ("stale", "stale", "trained")
 
 
 def test_advantages_are_those_of_what_is_left_of_each_group() -> None:
