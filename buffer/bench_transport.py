@@ -2,7 +2,7 @@
 
 The limit is what ZeroMQ does with one frame a trajectory from PUSH to PULL, with nothing acknowledged, credited,
 leased or accounted for; the other arms are compared with it in the same round. What the arms do is said in
-bench_transport_arms.py and bench_transport_link.py.
+bench_transport_arms.py and bench_transport_link.py; bench_transport_house.py starts the buffer.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from async_rl.wire.messages import (
 from async_rl.wire.session import Report, Session
 
 MAX_FRAME_BYTES = 1 << 30  # libzmq hangs up on a peer that announces more, before it allocates anything
-ZERO_COPY_BYTES = 256 << 10  # below this, copying a frame is cheaper than waking the thread that ends its sharing
+ZERO_COPY_BYTES = 512 << 10  # below this, copying a frame is cheaper than waking the thread that ends its sharing
 HIGH_WATER_MESSAGES = 1000  # per direction and peer, in libzmq; the credit is the real bound
 MESSAGE_OVERHEAD_BYTES = 64  # charged per message, so that empty messages use up credit too
 SILENT_HEARTBEATS = 3  # a peer not heard for this long is taken for lost

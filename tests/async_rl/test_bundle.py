@@ -20,6 +20,7 @@ from async_rl.bundle import (
     is_bundle,
     is_sound,
     largest_alone,
+    opened,
     taken_apart,
     trajectories_of,
     unbundled,
@@ -32,10 +33,12 @@ from async_rl.trajectory import (
     Timings,
     Trajectory,
     TrajectoryError,
+    check_arrays,
     check_header,
     check_trajectory,
     encode_trajectory,
     lay_out,
+    segment_arrays,
 )
 from async_rl.version import VersionRun
 
@@ -86,9 +89,29 @@ def test_every_attempt_comes_out_as_it_went_in(sent: list[Packed]) -> None:
         assert [of.sample for of in own] == sorted(of.sample for of in own)
         assert attempts_in(payload) == len(own)
         assert is_bundle(payload) == (len(own) > 1)
+        check_opened(payload)
         if is_bundle(payload):
             assert is_sound(decode_bundle(payload))
             assert taken_apart(payload) == list(map(encode_trajectory, own))
+
+
+def check_opened(payload: bytes) -> None:
+    """A trainer reads what each attempt would be alone."""
+    for attempt, of in zip(opened(payload), trajectories_of(payload), strict=True):
+        assert msgspec.structs.replace(attempt.trajectory, arrays=of.arrays) == of
+        check_arrays(attempt.trajectory, attempt.segments, 100)
+        for found, own in zip(attempt.segments, segment_arrays(of), strict=True):
+            for name in ("tokens", "logprobs", "mask"):
+                mine, theirs = getattr(found, name), getattr(own, name)
+                assert (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
+
+
+def test_of_a_bundle_that_contradicts_itself_a_trainer_reads_the_attempts_that_do_not() -> None:
+    broken = msgspec.msgpack.encode(msgspec.structs.replace(sound(), sampled=(6, 3)))
+    first, second = opened(broken)
+    assert "6 version stamps" in first.problem
+    assert (first.segments, second.problem) == ((), "")
+    assert second.segments[0].tokens.tolist() == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +163,9 @@ def test_what_an_attempt_takes_alone_counts_how_numbers_grow_that_were_written_s
         ({"components": ({},)}, "columns of other lengths"),
         ({"rewards": (1.0, float("inf"))}, "reward is inf"),
         ({"sampled": (6, 3)}, "6 version stamps"),
-        ({"n_tokens": (5, 6)}, "54 bytes declared, 45 received"),
-        ({"n_tokens": (1 << 30, 5)}, "bytes declared, 90 received"),
-        ({"arrays": memoryview(bytes(99))}, "45 bytes declared, 54 received"),
+        ({"n_tokens": (5, 6)}, "90 bytes of arrays declares 99"),
+        ({"n_tokens": (1 << 30, 5)}, "90 bytes of arrays declares"),
+        ({"arrays": memoryview(bytes(99))}, "99 bytes of arrays declares 90"),
         ({"samples": (3, 1)}, ""),
         ({"samples": (3, 3)}, ""),
     ],

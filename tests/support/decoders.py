@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import msgspec
 
-from async_rl.bundle import trajectories_of
-from async_rl.trajectory import TrajectoryError, check_trajectory, decode_trajectory, segment_arrays
+from async_rl.bundle import opened, trajectories_of
+from async_rl.trajectory import TrajectoryError, check_arrays, check_trajectory, decode_trajectory, segment_arrays
 from async_rl.version import token_versions
 from async_rl.wire.frames import BadFrame, read_envelope, read_link_message, read_messages
 from async_rl.wire.payloads import unpack_payloads
@@ -33,6 +33,10 @@ def decode_all(data: bytes) -> None:
     with suppress(msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError):
         for trajectory in trajectories_of(data):
             check_trajectory(trajectory, 1000)
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError):
+        for attempt in opened(data):
+            if not attempt.problem:
+                check_arrays(attempt.trajectory, attempt.segments, 1000)
     with suppress(msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError):
         trajectory = decode_trajectory(data)
         check_trajectory(trajectory, 1000)
