@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -143,7 +144,7 @@ class Transcript:
         length. `trains`: with what only training reads (likeliest tokens, routes)."""
         out = [_segment(record, trains) for record in self._records]
         if cut and out:
-            out[-1] = out[-1]._replace(finish="length")
+            out[-1] = msgspec.structs.replace(out[-1], finish="length")
         return out
 
     def _longest_prefix(self, prompt: Ids) -> _Record | None:
