@@ -124,7 +124,7 @@ def largest_alone(bundle: Bundle, nbytes: int) -> int:
 
 def is_sound(bundle: Bundle) -> bool:
     """What `check_header` asks of each trajectory, asked of all at once: whether the columns fit each other and the
-    bytes. Of one that is not sound each attempt can be judged for itself."""
+    bytes. Of one that is not sound `unbundled` gives the attempts, each to be judged for itself, or says why not."""
     tokens, count = bundle.n_tokens, len(bundle.samples)
     return (
         len(bundle.rewards) == len(tokens) == len(bundle.sampled) == len(bundle.finishes) == count
@@ -176,9 +176,8 @@ def unbundled(bundle: Bundle) -> Iterator[Trajectory]:
 
 
 class Opened(msgspec.Struct, frozen=True, gc=False):
-    """An attempt as it is read for training: its segments' arrays are views into the payload, and `trajectory` is all
-    the rest (what came in a bundle has no `arrays` there). `problem` says what is wrong with an attempt; then it has no
-    segments' arrays."""
+    """An attempt as it is read for training: its segments' arrays, and `trajectory` for all the rest (whose `arrays`
+    may be empty). `problem` says what is wrong with an attempt; then it has no segments' arrays."""
 
     trajectory: Trajectory
     segments: Sequence[SegmentArrays]

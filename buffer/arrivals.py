@@ -69,7 +69,7 @@ def read_bundle(node: str, payload: EncodedTrajectory, largest: int, group_size:
         room = largest * len(named.samples)
         if len(payload) > room:
             problem = f"a bundle of {len(payload)} bytes, more than the {room} that were reserved for it"
-            return [too_large(node, named.lease, sample, problem) for sample in named.samples]
+            return [spoilt(node, named.lease, sample, problem) for sample in named.samples]
         bundle = decode_bundle(payload)
         if is_sound(bundle) and largest_alone(bundle, len(payload)) <= largest:
             return (
@@ -81,9 +81,11 @@ def read_bundle(node: str, payload: EncodedTrajectory, largest: int, group_size:
         if not rise(bundle.samples):
             raise ValueError(f"its samples are not in order, each once: {bundle.samples}")
         read = [read_attempt(node, alone, largest) for alone in taken_apart(payload)]
-    except (msgspec.MsgspecError, ValueError, RecursionError, TrajectoryError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.error("node %s sent a bundle of trajectories that cannot be read: %s", node, error)
         return ()
+    except TrajectoryError as error:
+        return [spoilt(node, named.lease, sample, str(error)) for sample in named.samples]
     return [result for result in read if result is not None]
 
 
@@ -97,7 +99,8 @@ class _Named(msgspec.Struct, frozen=True, array_like=True):
 _name_decoder = msgspec.msgpack.Decoder(_Named)
 
 
-def too_large(node: str, lease: int, sample: int, problem: str) -> ResultArrived:
+def spoilt(node: str, lease: int, sample: int, problem: str) -> ResultArrived:
+    """Of an attempt of which no more than its name is known."""
     return ResultArrived(node, lease, sample, "ok", 0.0, (), 0, NOTHING, problem)
 
 
@@ -108,7 +111,7 @@ def read_attempt(node: str, payload: EncodedTrajectory, largest: int) -> ResultA
         if len(payload) > largest:
             named = _name_decoder.decode(payload)
             problem = f"{len(payload)} bytes, more than the {largest} that were reserved for it"
-            return too_large(node, named.lease, named.sample, problem)
+            return spoilt(node, named.lease, named.sample, problem)
         of = decode_trajectory(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.error("node %s sent a trajectory that cannot be decoded: %s", node, error)

@@ -14,8 +14,9 @@ from functools import partial
 from rich.console import Console
 
 from async_rl.run.bench import Arm, Cell, Measures, Metric, bench_main, bench_parser, finish_bench, run_bench
+from async_rl.wire.messages import COALESCE_BYTES
 from buffer.bench_transport_arms import Load, measure_push, measure_queue
-from buffer.bench_transport_link import measure_draw, measure_ingest, per_message
+from buffer.bench_transport_link import DRAW_STALENESS, measure_draw, measure_ingest, per_message
 
 BASELINE = "raw PUSH/PULL, one frame"
 CURVE_BASELINE = "raw PUSH/PULL, one frame, CURVE"
@@ -59,7 +60,10 @@ def main(options: argparse.Namespace, console: Console) -> None:
                 if selected(name, options.arms)
             ]
             cells.append(Cell(f"{tokens} tokens, {producers} producers", chosen, BASELINE))
-    settings = {"tokens": options.tokens, "producers": options.producers, "window_s": times[1]}
+    settings = {
+        "tokens": options.tokens, "producers": options.producers, "window_s": times[1],
+        "max_staleness": DRAW_STALENESS, "frame_bytes": COALESCE_BYTES,
+    }  # fmt: skip
     rounds = 1 if options.quick else options.rounds
     finish_bench(run_bench("transport", cells, METRICS, rounds, settings, console), options, console)
 

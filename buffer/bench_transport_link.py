@@ -40,6 +40,7 @@ from async_rl.fingerprint import pacing
 from async_rl.run.bench import Measures
 from async_rl.run.pages import keep_pages
 from async_rl.trajectory import (
+    HEAD_BYTES,
     EncodedTrajectory,
     Packed,
     Segment,
@@ -182,7 +183,7 @@ def node_main(path: Path, load: Load, per_message: int, seed: int, version: Any,
 
 
 class Trainer:
-    """Draws, confirms, publishes. `take` is given every payload."""
+    """Draws, confirms, publishes. `take` is given what every payload is, decoded and checked."""
 
     def __init__(self, link: Client, config: Config, take: Callable[[Bundle | Trajectory], None]) -> None:
         self._link = link
@@ -252,9 +253,9 @@ def trainer_main(path: Path, load: Load, version: Any, count: Any) -> None:
 
 
 def per_message(load: Load, coalesced: bool) -> int:
-    """Trajectories to a message: one, or as many as make about COALESCE_BYTES, in whole groups if several fit."""
-    fit = COALESCE_BYTES // load.nbytes
-    return math.ceil(fit / GROUP_SIZE) * GROUP_SIZE if coalesced and fit > 1 else 1
+    """Trajectories to a message: one, or as many whole groups as a node would put into one."""
+    groups = COALESCE_BYTES // (GROUP_SIZE * (load.nbytes + HEAD_BYTES))
+    return GROUP_SIZE * groups if coalesced and groups else 1
 
 
 def start_nodes(crew: Crew, made: House, load: Load, coalesced: bool, version: Any, delivered: Any) -> None:

@@ -105,6 +105,8 @@ def sort_dispositions(
     left = dict(lent)
     for item in dispositions:
         lease, mask = item.lease, left.get(item.lease, 0)
+        if not item.samples:
+            return f"lease {lease} is named without a sample", {}
         named = 0
         for sample in item.samples:
             if sample < 0 or not mask >> sample & 1:

@@ -66,7 +66,7 @@ class TrainingBatch(NamedTuple):
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of every attempt, without the arrays of those that came in bundles."""
+        """Of every attempt; the arrays are with `attempts`."""
         return [attempt.trajectory for attempt in self.attempts]
 
     @property

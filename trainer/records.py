@@ -135,13 +135,17 @@ def health(result: StepResult) -> tuple[float | None, float | None]:
 
 
 def sample_records(batch: TrainingBatch, step: int) -> list[Record]:
-    """The first trajectory of some groups, whole, for people to look at: token ids, mask, version runs."""
+    """Of some groups the first trajectory that was not refused, whole, for people to look at: token ids, mask, version
+    runs."""
     records: list[Record] = []
-    first = 0
+    start = 0
     for group in batch.groups[:SAMPLED_GROUPS]:
-        attempt = batch.attempts[first]
+        own = range(start, start + group.size)
+        start += group.size
+        attempt = next((batch.attempts[place] for place in own if batch.outcomes[place] != "refused"), None)
+        if attempt is None:
+            continue
         trajectory = attempt.trajectory
-        first += group.size
         records.append(
             {
                 "step": step,

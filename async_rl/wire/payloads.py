@@ -11,23 +11,25 @@ from async_rl.trajectory import EncodedTrajectory, Packed
 from async_rl.wire.messages import COALESCE_BYTES
 
 BLOB_BYTES = 1 << 20  # what is larger travels as a frame of its own
-VIEWED_BYTES = 4 << 10  # what is smaller is copied out of its message when it is kept
+VIEWED_BYTES = 8 << 10  # what is smaller is copied out of its message when it is kept
 INLINE_BYTES = 64 << 20  # of payloads in one message; libzmq refuses frames far above
 
 AS_THEY_ARE = (Packed, msgspec.Raw)  # made once: what `Packed | msgspec.Raw` makes each time costs more than the test
 NIL = msgspec.Raw(b"\xc0")  # msgpack's nil: stands for a payload that follows as a blob
 
 
-def coalesce(encoded: Sequence[Packed]) -> list[list[Packed]]:
-    """Split into messages of about COALESCE_BYTES: joining small ones pays, larger messages do not (measured)."""
+def coalesce(packed: Sequence[Packed]) -> list[list[Packed]]:
+    """Split into messages of about COALESCE_BYTES: joining small ones pays, larger messages do not (measured). Nothing
+    is encoded for that, as what can be bundled will be encoded otherwise."""
     batches: list[list[Packed]] = []
     room = 0
-    for data in encoded:
-        if len(data) > room or not batches:
+    for data in packed:
+        size = data.about_nbytes
+        if size > room or not batches:
             batches.append([])
             room = COALESCE_BYTES
         batches[-1].append(data)
-        room -= len(data)
+        room -= size
     return batches
 
 

@@ -106,6 +106,14 @@ def check_opened(payload: bytes) -> None:
                 assert (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
 
 
+def test_arrays_that_were_joined_before_are_cut_into_the_same_columns() -> None:
+    apart = [packed(7, 1), packed(7, 3, sampled=5)]
+    joined = [
+        Packed(msgspec.structs.replace(each.trajectory, arrays=memoryview(b"".join(each.pieces)))) for each in apart
+    ]
+    assert [each.joined() for each in bundled(joined)] == [each.joined() for each in bundled(apart)]
+
+
 def test_of_a_bundle_that_contradicts_itself_a_trainer_reads_the_attempts_that_do_not() -> None:
     broken = msgspec.msgpack.encode(msgspec.structs.replace(sound(), sampled=(6, 3)))
     first, second = opened(broken)

@@ -324,6 +324,17 @@ def test_one_attempt_that_contradicts_itself_does_not_spoil_the_others():
     assert "9 version stamps" in found[1].problem
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [({"n_tokens": (5, 6, 5)}, "135 bytes of arrays declares 144"), ({"rewards": (1.0,)}, "columns of other lengths")],
+)
+def test_where_no_attempt_can_be_told_from_the_others_each_has_the_problem(changes, problem):
+    bad = msgspec.structs.replace(decode_bundle(encoded(LEASE, (0, 1, 2), POLICY)), **changes)
+    found, broken = read(msgspec.msgpack.encode(bad))
+    assert ([each.sample for each in found], broken) == ([0, 1, 2], 0)
+    assert all(problem in each.problem and each.payload == b"" for each in found)
+
+
 def test_of_a_bundle_that_is_too_large_only_the_names_are_read():
     large = msgspec.structs.replace(
         decode_bundle(encoded(LEASE, (0, 2), POLICY)), components=({"x" * 5000: 1.0}, {})

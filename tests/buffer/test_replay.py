@@ -285,6 +285,8 @@ def test_a_ticket_in_a_confirmed_batch_is_spent_whatever_became_of_its_attempts(
     [
         (lambda items: items[1:], "is missing"),
         (lambda items: [replace(items[0], samples=(0,)), *items[1:]], "is missing"),
+        (lambda items: [replace(items[0], samples=()), *items[1:]], "lease 0 is named without a sample"),
+        (lambda items: [*items, Disposition(99, (), "trained")], "lease 99 is named without a sample"),
         (lambda items: [replace(items[0], samples=(0, 1, 1)), *items[1:]], "attempt 0/1 is named twice"),
         (lambda items: [replace(items[0], samples=(0, 1, 2)), *items[1:]], "attempt 0/2 is not in it"),
         (lambda items: [replace(items[0], samples=(-1, 0, 1)), *items[1:]], "attempt 0/-1 is not in it"),

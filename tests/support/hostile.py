@@ -136,6 +136,7 @@ def insiders(trace: Path, rng: random.Random) -> Iterator[Any]:
                 PinPolicy(NEVER, True),
                 TrainerReady({}, {}, nothing_yet),
                 Confirm(0, (Disposition(lease, (sample,), "trained"),)),
+                Confirm(0, (Disposition(lease, (), "trained"),)),
                 EvalRequest(NEVER, size, SamplingParams(-1.0, size), float("nan")),
                 EvalRequest(NEVER, 1, SamplingParams(1.0, 1), 1.0),
                 Upload(NEVER, "lora", size, "0" * 64),

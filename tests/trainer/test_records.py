@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from async_rl.bundle import bundled
 from async_rl.config import BufferConfig, Config
 from async_rl.proof import Proof, make_proof, probe_tokens
-from async_rl.trajectory import Segment, Timings, Trajectory, encode_trajectory, pack_segments
+from async_rl.trajectory import Packed, Segment, Timings, Trajectory, encode_trajectory, pack_segments
 from async_rl.version import PolicyId, VersionRun
 from async_rl.wire.link import Received
-from async_rl.wire.messages import Batch, BatchGroup, NodeMismatch, Status
+from async_rl.wire.messages import Batch, BatchGroup, Disposition, NodeMismatch, Status
 from async_rl.wire.seen import NOTHING_SEEN, Seen
 from buffer.events import NodeAttested, NodeJoined, PolicyRegistered
 from buffer.observed import Observed
@@ -31,6 +32,7 @@ from trainer.records import (
 )
 
 FOR_VERSION = 5
+GROUPS = (BatchGroup(0, 0, 100, 2), BatchGroup(1, 0, 101, 2))
 
 
 def trajectory(lease: int, sample: int, *runs: tuple[int, int]) -> Trajectory:
@@ -51,7 +53,11 @@ def trajectory(lease: int, sample: int, *runs: tuple[int, int]) -> Trajectory:
 
 
 def batch(groups: tuple[BatchGroup, ...], *trajectories: Trajectory) -> TrainingBatch:
-    payloads = tuple(msgspec.Raw(encode_trajectory(one)) for one in trajectories)
+    return of_payloads(groups, [encode_trajectory(one) for one in trajectories])
+
+
+def of_payloads(groups: tuple[BatchGroup, ...], encoded: list[bytes]) -> TrainingBatch:
+    payloads = tuple(map(msgspec.Raw, encoded))
     return prepare(
         Received("buffer", Batch(3, FOR_VERSION, groups, payloads), []),
         Config(buffer=BufferConfig(max_staleness=4)),
@@ -180,3 +186,33 @@ def test_the_first_and_the_last_step_are_always_kept() -> None:
         assert due[0] == 0
         assert due[-1] == steps - 1
         assert len(due) <= 40
+
+
+def test_a_batch_of_bundles_is_what_one_of_their_attempts_is() -> None:
+    attempts = [trajectory(lease, sample, (5, 3 + sample)) for lease in (7, 8) for sample in (0, 1)]
+    alone = batch(GROUPS, *attempts)
+    bundles = [each.joined() for each in bundled([Packed(one) for one in attempts])]
+    assert len(bundles) == 2
+    together = of_payloads(GROUPS, bundles)
+    assert batch_record(together) == batch_record(alone)
+    assert together.dispositions == alone.dispositions == (
+        Disposition(7, (0, 1), "trained"),
+        Disposition(8, (0, 1), "trained"),
+    )
+    for mine, theirs in zip(together.samples, alone.samples, strict=True):
+        for name in ("tokens", "behaviour", "mask", "ages"):
+            assert getattr(mine, name).tolist() == getattr(theirs, name).tolist()
+        assert (mine.advantage, mine.attempt, mine.group) == (theirs.advantage, theirs.attempt, theirs.group)
+
+
+def test_what_was_refused_is_not_kept_to_look_at() -> None:
+    """Its mask may not be what its stamps say, so that nobody knows which version sampled a token."""
+    attempts = [trajectory(lease, sample, (5, 3)) for lease in (7, 8) for sample in (0, 1)]
+    arrays = bytearray(attempts[0].arrays)
+    arrays[-3:] = b"\1\1\0"
+    attempts[0] = msgspec.structs.replace(attempts[0], arrays=memoryview(arrays))
+    attempts[2:] = [msgspec.structs.replace(each, reward=float("nan")) for each in attempts[2:]]
+    drawn = batch(GROUPS, *attempts)
+    assert drawn.outcomes == ("refused", "trained", "refused", "refused")
+    assert [(each["lease"], each["sample"]) for each in sample_records(drawn, 0)] == [(7, 1)]
+    assert batch_record(drawn)["dropped"] == 3
