@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from async_rl.version import PolicyId, staleness
-from async_rl.wire.messages import BatchGroup, Disposition, SamplingParams, dispositions_of
+from async_rl.wire.messages import BatchGroup, Disposition, SamplingParams
 from buffer.events import AnyEvent, BatchConfirmed, DrawRequested, EvalRequested, LendBatch, PolicyRegistered
 from buffer.scenario import Scenario, numbers
 from buffer.virtual_results import Payload
@@ -81,7 +82,12 @@ class VirtualTrainer:
         skipped = next(self._chance) < self._scenario.skipped
         outcome: Literal["refused", "trained"] = "refused" if skipped else "trained"
         payloads = cast(Sequence[Payload], batch.payloads)
-        dispositions = dispositions_of((payload.lease, payload.sample, outcome) for payload in payloads)
+        dispositions = tuple(
+            [
+                Disposition(lease, tuple([payload.sample for payload in own]), outcome)
+                for lease, own in groupby(payloads, key=attrgetter("lease"))
+            ]
+        )
         tokens, age_tokens = self._count(batch.for_version, payloads)
         self.trained_tokens += _first_time(batch.groups, payloads)
         seconds = max(0.0, next(self._step_s) + self._speed.token_s * tokens) / self._speed.workers
