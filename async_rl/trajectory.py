@@ -323,18 +323,23 @@ class Packed(msgspec.Struct, eq=False, gc=False):
     @property
     def about_nbytes(self) -> int:
         """Nearly its length, for who has to know before anything is encoded."""
-        return HEAD_BYTES + sum([piece.nbytes for piece in self.pieces or (self.trajectory.arrays,)])
+        nbytes: int = sum([piece.nbytes for piece in self._arrays])
+        return HEAD_BYTES + nbytes
 
     def joined(self) -> bytes:
         return b"".join(self.parts)
 
+    @property
+    def _arrays(self) -> Sequence[Any]:
+        return self.pieces or (self.trajectory.arrays,)
+
     def _encoded(self) -> tuple[list[Any], int]:
         """The pieces and their bytes."""
         if self._made is None:
-            pieces = self.pieces or (self.trajectory.arrays,)
-            nbytes = sum([piece.nbytes for piece in pieces])
+            arrays = self._arrays
+            nbytes = sum([piece.nbytes for piece in arrays])
             head, tail = self._head() + bin_head(nbytes), self._tail()
-            self._made = [head, *pieces, tail], len(head) + nbytes + len(tail)
+            self._made = [head, *arrays, tail], len(head) + nbytes + len(tail)
         return self._made
 
     def _head(self) -> bytes:

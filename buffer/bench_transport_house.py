@@ -18,16 +18,8 @@ from async_rl.run.launch import child_environment, last_line
 from async_rl.version import PolicyId
 from async_rl.wire.keys import dial_keys, make_keys
 from async_rl.wire.link import Client, Received
-from async_rl.wire.messages import (
-    Role,
-    Status,
-    StatusRequest,
-)
-from buffer.bench_transport_arms import (
-    END_S,
-    START_S,
-    BenchError,
-)
+from async_rl.wire.messages import Role, Status, StatusRequest
+from buffer.bench_transport_arms import END_S, START_S, BenchError
 
 FINGERPRINT = {"benchmark": "transport"}
 GROUP_SIZE = 8
