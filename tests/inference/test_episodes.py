@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -141,11 +142,10 @@ def test_a_cancelled_lease_leaves_nothing_behind(house: Callable[..., PlayHouse]
 
     here = house(patient, slots=2)
     here.start(lease(1, 0, 1, 2))
-    here.run(until=lambda: here.engine.active == 3)
+    here.hear(until=lambda: here.engine.active == 3)
+    assert not here.engine.step()  # two of them are being sampled, the third waits
     here.cancel(1)
-    here.run(until=lambda: len(ended) == 3)
-    here.read(0.2)
-    assert len(here.withdrawn) == 3
+    here.hear(until=lambda: len(here.withdrawn) == len(ended) == 3)
     for completion in here.engine.step():
         here.episodes.completed(completion)
     assert not here.engine.active
@@ -261,9 +261,11 @@ def test_a_pinned_lease_is_sampled_under_its_policy_in_every_turn(qwen: Any, hou
 
 
 def test_closing_ends_the_driver_and_what_it_plays(qwen: Any) -> None:
+    begun = threading.Event()
     ended: list[str] = []
 
     async def patient(play: Play) -> Outcome:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -273,7 +275,7 @@ def test_closing_ends_the_driver_and_what_it_plays(qwen: Any) -> None:
     driver = Plays(patient)
     here = PlayHouse(qwen.engine(), TASK, None, driver, LIMITS)
     here.start(lease(1, 0))
-    here.read(0.2)
+    assert begun.wait(60)
     here.close()
     assert driver.closed
     assert ended == ["play"]

@@ -54,6 +54,13 @@ class PlayHouse:
             for completion in self.engine.step():
                 self.episodes.completed(completion)
 
+    def hear(self, until: Callable[[], bool]) -> None:
+        """Work through the inbox, and take no step of the engine: what is under way there stays as it is."""
+        ends = time.monotonic() + WITHIN_S
+        while not until():
+            assert time.monotonic() < ends, "it takes too long"
+            self.read(0.02)
+
     def read(self, timeout_s: float) -> None:
         try:
             item = self.inbox.get(timeout=timeout_s) if timeout_s else self.inbox.get_nowait()
