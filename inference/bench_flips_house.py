@@ -133,11 +133,14 @@ class FlipsHouse:
     def sampled(self, start: float, end: float) -> dict[str, float]:
         """Between two times of the monotonic clock: tokens a second, of requests that were done, and the mean of how
         many requests the engine would have had in flight."""
-        self.rest(2 * LOOK_S)  # what was done by then is told by now
-        told = self._sampled or [Sampled(0.0, 0, 0)]
+        told = self._within(PUSH_S, "what was done by then", lambda: self._told_until(end))
         first, last = np.interp([start, end], [word.at for word in told], [word.tokens for word in told])
         limits = [word.limit for word in told if start <= word.at <= end] or [told[-1].limit]
         return {"tokens_per_s": float(last - first) / (end - start), "limit": float(np.mean(limits))}
+
+    def _told_until(self, end: float) -> list[Sampled] | None:
+        self._listen(LOOK_S)
+        return self._sampled if self._sampled and self._sampled[-1].at >= end else None
 
     # --- what comes --------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is: nothing is judged by it.
-settings.register_profile("house", deadline=None)
+# How long an example takes, to make or to run, says how busy the machine is: nothing is judged by it.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
 MARKERS = {

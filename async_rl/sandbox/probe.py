@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from async_rl.sandbox.limits import Limits
 
-PROBE_LIMITS = Limits(memory_mb=128, disk_mb=2, processes=4)
+PROBE_LIMITS = Limits(wall_s=60, memory_mb=128, disk_mb=2, processes=4)  # a busy machine is no wall that fails
 PROBE = f"""
 import os, socket, threading
 

@@ -29,7 +29,7 @@ from async_rl.wire.messages import (
     TakeOver,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_tool_drains_a_node_and_what_it_began_goes_on_at_another_as_it_was_han
     taken = receive(second, TakeOver).message
     assert [bytes(raw) for raw in taken.prefixes] == payloads
     assert (taken.lease.lease, taken.lease.samples, taken.lease.seeds) == (one.lease, one.samples, one.seeds)
-    first.close(1.0)
+    first.close(PATIENCE_S)
 
     deliver(second, [taken.lease])
     trainer.send(Draw(0))
@@ -128,7 +128,7 @@ def test_a_node_of_the_same_name_may_join_again_after_it_left_and_is_not_told_to
     (lease,) = take_leases(node, 2)
     node.send(NodeDraining(1.0))
     node.send(GiveBack((LeaseSamples(lease.lease, lease.samples),)))
-    node.close(1.0)
+    node.close(PATIENCE_S)
     tool = house.client("tool", "tool")
     while status_of(tool).nodes:
         time.sleep(0.02)

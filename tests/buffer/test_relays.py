@@ -192,12 +192,12 @@ def test_what_a_push_to_many_nodes_costs_the_store_is_milliseconds_a_node() -> N
     made = Relays(3, TIMEOUT_S)
     for index in range(nodes):
         made.joined(f"v{index}", HERE, "" if index % 10 else ANYWHERE)
-    started = time.process_time()
+    started = time.thread_time()
     has = [grant.node for index in range(nodes) for grant in made.ask(f"v{index}", P, 0.0)]
     for name in has:  # grows meanwhile
         has += [grant.node for grant in made.pulled(name, P, 1.0)]
     assert sorted(has) == sorted(made.names)
-    assert time.process_time() - started < 0.01 * nodes
+    assert time.thread_time() - started < 0.01 * nodes
 
 
 # --- whatever nodes do -----------------------------------------------------------------------------------------------

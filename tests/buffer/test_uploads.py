@@ -198,6 +198,8 @@ def test_a_store_that_dies_amid_an_upload_gets_the_whole_of_it_again(
 
     def watched(upload: Upload, data: memoryview) -> object:
         if next(came) == 1000:
+            house._killed = True  # by its own thread, which ends after this burst: who kills it may be slow to
+            house.stopping.set()
             half_there.set()
         return add(upload, data)
 
@@ -212,6 +214,7 @@ def test_a_store_that_dies_amid_an_upload_gets_the_whole_of_it_again(
     death.start()
     publisher(house).store(policy(1), path)
     death.join(PATIENCE_S)
+    assert not death.is_alive()
     assert [path.suffix for path in found] == [".part"]
     assert house.file(1).read_bytes() == path.read_bytes()
     assert left(house.files) == [".jsonl", ".policy"]
@@ -225,6 +228,7 @@ def while_no_store_is_there(house: House, says: Callable[[], object]) -> None:
     wait_for(lambda: bool(house._trainer._session.unacknowledged), "the trainer to have spoken")
     house.open(keep=True)
     saying.join(PATIENCE_S)
+    assert not saying.is_alive()
 
 
 def with_one_pinned(house: House, folder: Path, pinned: int) -> Publisher:
@@ -312,6 +316,7 @@ def test_a_store_that_takes_nothing_in_is_named_with_what_was_sent(
     house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(publish, "STORE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(publish, "SLOWEST_BYTES_PER_S", 1e5)  # else less than that may be left of the whole limit
     path = adapter(tmp_path, 1, 40 << 20)
     goes_on = threading.Event()
     house.store._files.add = lambda upload, data: goes_on.wait(PATIENCE_S) and None  # type: ignore[method-assign]

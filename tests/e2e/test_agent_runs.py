@@ -19,7 +19,7 @@ from async_rl.trajectory import MaskReason, Trajectory, segment_arrays
 
 pytest.importorskip("openai")
 pytest.importorskip("aiohttp")
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(600)]
 
 AGENT = """
 import json, sys
@@ -43,7 +43,7 @@ def chat_model(folder: Path) -> Path:
     config.write_text(SMALL)
     made = subprocess.run(
         [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", str(config)],
-        capture_output=True, text=True, timeout=200, check=True,
+        capture_output=True, text=True, timeout=500, check=True,
     )  # fmt: skip
     path = folder / "model"
     shutil.copytree(made.stdout.split()[-1], path)

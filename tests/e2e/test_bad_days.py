@@ -7,7 +7,7 @@ import socket
 import pytest
 import real_runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(750)]
 
 
 def last_line(output: str) -> str:
@@ -57,7 +57,7 @@ def test_a_dead_buffer_endpoint_ends_within_its_time_out_and_is_named(shell, fre
     buffer = shell.start("buffer", *common)
     real_runs.wait_for((run / "run.json").exists, 100, "the run directory")
     real_runs.interrupt(buffer)
-    buffer.wait(timeout=100)
+    buffer.wait(timeout=250)
     code, output = shell.run("infer", *common, "--set", "run.connect_timeout=3")
     assert code != 0
     assert "waited 3 s" in last_line(output)
@@ -78,7 +78,7 @@ def test_a_node_with_another_task_is_refused_with_both_values(shell, free_port):
     real_runs.wait_for((run / "run.json").exists, 100, "the run directory")
     shell.start("train", *common)
     node = shell.start("infer", *common, "--set", "inference.temperature=0.5")
-    output, _ = node.communicate(timeout=90)
+    output, _ = node.communicate(timeout=220)
     assert node.returncode != 0
     assert "temperature 0.5" in output
     assert "temperature 1.0" in output

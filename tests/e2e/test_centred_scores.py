@@ -143,14 +143,14 @@ def test_a_constant_advantage_teaches_less_the_more_of_the_probability_is_counte
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_run_with_centred_scores_ends_well_with_finite_numbers(shell: Callable[..., object]) -> None:
     run = shell.folder / "centred"
     config = tomllib.loads(shell.config.read_text())
     code, output = shell.run(
         "run", str(shell.config), "--out", str(run), "--set", "run.steps=3", "--set", "run.eval_every=3",
         "--set", "algorithm.preset=score_centering", "--set", "inference.handover=discard",
-        "--set", "algorithm.alarms.action=warn", timeout=200,
+        "--set", "algorithm.alarms.action=warn", timeout=500,
     )  # fmt: skip
     assert code == 0, output
     records = real_runs.records(run)

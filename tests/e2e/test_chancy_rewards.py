@@ -17,7 +17,7 @@ from async_rl.trajectory import MaskReason, segment_arrays
 from buffer.recorder import recorded_batches
 from trainer.tiny_model import char_tokenizer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(750)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, ATTEMPTS = 6, 6 * 4 * 8
@@ -34,7 +34,7 @@ def test_attempts_whose_reward_crashed_are_scored_again_then_dropped_and_none_tr
             task__crashes=0.25, inference__score_tries=2, inference__reward_workers=4, run__steps=STEPS,
             run__eval_every=0, trainer__checkpoint_every=STEPS,
         ),
-        timeout=200, PYTHONPATH=os.pathsep.join([str(shell.folder), str(ROOT)]),
+        timeout=500, PYTHONPATH=os.pathsep.join([str(shell.folder), str(ROOT)]),
     )  # fmt: skip
     assert code == 0, output
     ledger = real_runs.summary(run)["ledger"]

@@ -9,7 +9,7 @@ import pytest
 import real_runs
 from cells import sandbox_or_skip
 
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.long, pytest.mark.timeout(1000)]
 
 # The model of the small run writes digits: behind this they are programs, unless they begin with a zero.
 PROMPT = "def f():\n    return "
@@ -48,7 +48,7 @@ def code_config(shell: real_runs.Shell) -> Path:
 
 def test_a_model_is_trained_on_what_its_programs_do(shell: real_runs.Shell) -> None:
     run = shell.folder / "run"
-    code, output = shell.run("run", str(code_config(shell)), "--out", str(run), *SETTINGS, timeout=240)
+    code, output = shell.run("run", str(code_config(shell)), "--out", str(run), *SETTINGS, timeout=600)
     assert code == 0, output
     assert real_runs.summary(run)["ledger"]["trained"] == 2 * 4 * 8
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]

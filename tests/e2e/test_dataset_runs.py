@@ -16,7 +16,7 @@ from async_rl.tasks.registry import instance_sources
 from buffer.recorder import recorded_batches
 
 pytest.importorskip("datasets")
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.timeout(1000)]
 
 GROUPS, TABLE, STREAM, EVAL = 4, 30, 50, 8
 STEPS = (TABLE + STREAM) // GROUPS  # one epoch of both
@@ -96,9 +96,9 @@ def test_an_epoch_that_is_stopped_and_killed_trains_what_is_left_none_twice_and_
     process = shell.start(*arguments, "--resume")
     reached_step(run, 13, process)
     real_runs.interrupt(process)
-    process.communicate(timeout=60)
+    process.communicate(timeout=150)
     after_stop = trained(run)
-    code, output = shell.run(*arguments, "--resume", "--set", "inference.nodes=1", timeout=150)
+    code, output = shell.run(*arguments, "--resume", "--set", "inference.nodes=1", timeout=380)
     assert code == 0, output
     for later in (after_stop, trained(run)):
         assert all(later[ticket] == found[ticket] for ticket in later.keys() & found.keys())

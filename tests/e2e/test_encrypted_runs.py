@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import real_runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(600)]
 
 QUICK = ["--set", "run.steps=2", "--set", "run.eval_every=0", "--set", "inference.nodes=1"]
 ANYWHERE = ["--set", "buffer.endpoint=tcp://0.0.0.0:*", "--set", "buffer.store_endpoint=tcp://0.0.0.0:*"]
@@ -32,7 +32,7 @@ def test_a_run_with_keys_listens_anywhere_and_leaves_no_secret_in_its_files(shel
     assert code == 0, said
     code, output = shell.run(
         "run", str(shell.config), "--out", str(run), *QUICK, *ANYWHERE, "--set", "buffer.keys=keys", "--debug",
-        timeout=200,
+        timeout=500,
     )  # fmt: skip
     assert code == 0, output
     assert real_runs.summary(run)["steps"] == 2
@@ -78,7 +78,7 @@ def test_pools_by_hand_need_only_their_own_keys(shell):
     assert "--keys" in output
 
     node = shell.start("infer", *common, "--set", f"buffer.keys={own['node']}")
-    code, output = shell.run("train", *common, "--set", f"buffer.keys={own['trainer']}", timeout=200)
+    code, output = shell.run("train", *common, "--set", f"buffer.keys={own['trainer']}", timeout=500)
     assert code == 0, output
     assert node.wait(60) == 0
     assert real_runs.summary(run)["ledger"]["trained"] > 0

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.run.metrics import eval_sets_of, read_metrics
 
-pytestmark = [pytest.mark.tasks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tasks, pytest.mark.timeout(750)]
 
 SETS = """
 [[run.eval]]

@@ -15,9 +15,11 @@ import real_runs
 
 from async_rl.run.metrics import evals_of, read_metrics, steps_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.sample, pytest.mark.timeout(600)]
 
 STEPS = 10
+# A step takes some 2.4 s: whoever kills a process between two of them has the time to.
+SLOWLY = ["--set", "inference.slots=8", "--set", "inference.max_tokens_per_second=60"]
 SETTINGS = ["--set", f"run.steps={STEPS}", "--set", "trainer.checkpoint_every=4", "--set", "run.eval_every=4"]
 DETERMINISTIC = ["--set", "run.deterministic=true", "--set", "inference.handover=discard"]
 REPLAY = ["--set", "buffer.order=replay", "--set", "buffer.reuse=2"]
@@ -39,11 +41,11 @@ def reached_step(run: Path, count: int, process) -> None:
         assert process.poll() is None, process.communicate()[0]
         return len(steps(run / "metrics.jsonl")) >= count
 
-    real_runs.wait_for(there, 120, f"{count} steps")
+    real_runs.wait_for(there, 300, f"{count} steps")
 
 
 def finish(shell, *arguments: str) -> None:
-    code, output = shell.run(*arguments, timeout=150)
+    code, output = shell.run(*arguments, timeout=400)
     assert code == 0, output
 
 
@@ -57,7 +59,7 @@ def test_after_kill_9_of_everything_the_batches_since_the_checkpoint_are_trained
     """Groups that are used again included: they come out of the journal, too."""
     run = shell.folder / "killed"
     arguments = ["run", str(shell.config), "--out", str(run), *SETTINGS, *order]
-    process = shell.start(*arguments)
+    process = shell.start(*arguments, *SLOWLY)
     reached_step(run, 6, process)
     real_runs.kill_everything(process)
     before = run / "before.jsonl"
@@ -75,13 +77,13 @@ def test_after_kill_9_of_everything_the_batches_since_the_checkpoint_are_trained
 
 def test_a_trainer_that_is_killed_alone_trains_again_bit_for_bit_while_the_others_go_on(shell):
     run = shell.folder / "trainer-killed"
-    process = shell.start("run", str(shell.config), "--out", str(run), *SETTINGS)
+    process = shell.start("run", str(shell.config), "--out", str(run), *SETTINGS, *SLOWLY)
     reached_step(run, 6, process)
     trainer = trainer_of(run)
     os.kill(trainer.pid, signal.SIGSTOP)
     shutil.copy(run / "metrics.jsonl", run / "before.jsonl")
     trainer.kill()
-    output, _ = process.communicate(timeout=150)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     old, new = steps(run / "before.jsonl"), steps(run / "metrics.jsonl")
     assert max(old) >= 5
@@ -104,11 +106,11 @@ def test_a_deterministic_run_stopped_and_killed_is_the_one_that_went_through_wit
     finish(shell, *arguments, "--out", str(plain), "--set", "inference.nodes=1", "--set", "inference.slots=48")
     assert sorted(steps(plain / "metrics.jsonl")) == list(range(STEPS))
     assert [version for version, _, _ in evaluations(plain / "metrics.jsonl")] == [0, 4, 8, 10]
-    process = shell.start(*arguments, "--out", str(run))
+    process = shell.start(*arguments, *SLOWLY, "--out", str(run))
     reached_step(run, 3, process)
     real_runs.interrupt(process)
-    process.communicate(timeout=60)
-    process = shell.start(*arguments, "--out", str(run), "--resume")
+    process.communicate(timeout=120)
+    process = shell.start(*arguments, *SLOWLY, "--out", str(run), "--resume")
     reached_step(run, 6, process)
     real_runs.kill_everything(process)
     finish(shell, *arguments, "--out", str(run), "--resume")
@@ -118,7 +120,7 @@ def test_a_deterministic_run_stopped_and_killed_is_the_one_that_went_through_wit
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2250)
 def test_a_deterministic_run_killed_at_every_kind_of_place_is_the_one_that_went_through(shell):
     """Everything or one process, again and again, over 24 steps with two nodes, while tickets are tried again."""
     more = ["--set", "run.steps=24", "--set", "trainer.checkpoint_every=5", "--set", "buffer.zero_variance=refill"]
@@ -132,7 +134,7 @@ def test_a_deterministic_run_killed_at_every_kind_of_place_is_the_one_that_went_
         if module in ("", "^C"):
             if module:
                 real_runs.interrupt(process)
-                process.communicate(timeout=60)
+                process.communicate(timeout=120)
             else:
                 real_runs.kill_everything(process)
             process = shell.start(*arguments, "--out", str(run), "--resume")

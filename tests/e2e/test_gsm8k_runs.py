@@ -20,7 +20,7 @@ from buffer.recorder import recorded_batches
 from inference.tokenizer import load_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
-pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.tasks, pytest.mark.long, pytest.mark.timeout(1000)]
 
 STEPS, GROUPS, SAMPLES = 2, 2, 4
 CONFIG = f"""
@@ -74,7 +74,7 @@ def test_a_chat_model_takes_two_steps_on_gsm8k_with_a_reward_of_parts(shell: rea
     path = shell.folder / "gsm8k.toml"
     path.write_text(CONFIG.replace("MODEL", str(model)).replace("DATA", str(GSM8K)))
     run = shell.folder / "run"
-    code, output = shell.run("run", str(path), "--out", str(run), timeout=300)
+    code, output = shell.run("run", str(path), "--out", str(run), timeout=750)
     assert code == 0, output
     ended = real_runs.summary(run)
     assert ended["steps"] == STEPS

@@ -11,7 +11,7 @@ from real_runs import Shell
 from async_rl.run.status import state_of
 from async_rl.run.status_text import state_text
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_a_run_whose_engine_computes_in_another_dtype_ends_before_its_first_step_with_one_message(shell: Shell) -> None:

@@ -9,7 +9,7 @@ from async_rl.run.directory import RunDirectory
 from async_rl.run.summary import ledger_balances, nested_ledger
 from async_rl.run.view import Address, fetch_status
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(750)]
 
 SETTINGS = [
     "--set", "run.steps=100000", "--set", "run.eval_every=0", "--set", "trainer.checkpoint_every=0",
@@ -24,11 +24,11 @@ def test_a_run_is_made_larger_and_smaller_while_it_goes_on_and_its_ledger_balanc
     launcher = shell.start("run", str(shell.config), "--out", str(run), *SETTINGS)
     real_runs.wait_for((run / "requests").is_dir, 60, "the launcher")
 
-    code, output = shell.run("scale", "inference=3", str(run), "--timeout", "150", timeout=200)
+    code, output = shell.run("scale", "inference=3", str(run), "--timeout", "150", timeout=500)
     assert code == 0, output
     assert output.splitlines()[0] == "started: node-1, node-2"
     assert "3 nodes, 1 before" in output
-    code, output = shell.run("scale", "inference=1", str(run), timeout=120)
+    code, output = shell.run("scale", "inference=1", str(run), timeout=300)
     assert code == 0, output
     assert output.splitlines()[0] == "told to leave: node-2, node-1"
     code, output = shell.run("scale", "inference=0", str(run))
@@ -46,7 +46,7 @@ def test_a_run_is_made_larger_and_smaller_while_it_goes_on_and_its_ledger_balanc
     before = len(real_runs.records(run))
     real_runs.wait_for(lambda: len(real_runs.records(run)) >= before + 2, 60, "two more steps")
     real_runs.interrupt(launcher)
-    output, _ = launcher.communicate(timeout=90)
+    output, _ = launcher.communicate(timeout=220)
     assert launcher.returncode == 130, output
     assert not (run / "requests").exists()
     assert "failed" not in (run / "logs" / "launcher.log").read_text()
@@ -74,6 +74,6 @@ def test_a_trainer_that_waits_for_busy_nodes_gets_more_of_them_by_itself(shell):
     assert code == 1
     assert "[launch.autoscale] 1 to 2 nodes" in output
     real_runs.interrupt(launcher)
-    output, _ = launcher.communicate(timeout=90)
+    output, _ = launcher.communicate(timeout=220)
     assert launcher.returncode == 130, output
     assert real_runs.processes_of(run) == []

@@ -11,7 +11,7 @@ import pytest
 import real_runs
 from real_runs import Shell
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SKETCH = (
     "--set", "trainer.kind=sketch", "--set", "trainer.learning_rate=2e-4", "--set", "trainer.update_ratio=2e-3",
@@ -33,11 +33,11 @@ def check(run: Path, steps: int) -> dict[str, Any]:
     assert summary["steps"] == steps
     assert ledger["issued"] == ledger["trained"] + sum(ledger["dropped"].values())
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
-    last = real_runs.records(run)[-1]
+    made = {record["step"] + 1: record["digest"][:8] for record in real_runs.records(run)}
+    ends = [seen[-1] for node in ("node-0", "node-1") if (seen := served(run, node))]
+    assert (steps, made[steps]) in ends  # the last evaluation needs one of them
+    assert all(made[version] == digest for version, digest in ends if version)
     for node in ("node-0", "node-1"):
-        versions = [version for version, _ in served(run, node)]
-        assert versions[-1] == steps
-        assert served(run, node)[-1][1] == last["digest"][:8]
         log = (run / "logs" / f"{node}.log").read_text()
         assert "quarantined" not in log
         assert "goes on serving" not in log
@@ -49,7 +49,7 @@ def test_the_sketch_quickstart_sends_factor_updates_to_two_nodes_and_evaluates(s
     run = shell.folder / "run"
     code, output = shell.run(
         "run", "quickstart-sketch", "--set", "run.steps=20", "--set", "run.eval_every=10",
-        "--set", "trainer.snapshot_every=8", "--out", str(run), timeout=200,
+        "--set", "trainer.snapshot_every=8", "--out", str(run), timeout=500,
     )  # fmt: skip
     assert code == 0, output
     summary = check(run, 20)
@@ -58,8 +58,6 @@ def test_the_sketch_quickstart_sends_factor_updates_to_two_nodes_and_evaluates(s
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     assert [(each["version"], each["n"]) for each in evaluated] == [(0, 512), (10, 512), (20, 512)]
-    mixed = max(version for version, _ in served(run, "node-0"))
-    assert mixed == 20
     assert "AutoModelForCausalLM.from_pretrained" in output
     assert "PeftModel" not in output
 
@@ -75,7 +73,7 @@ def test_every_version_may_be_a_snapshot(shell: Shell, kind: str) -> None:
     )
     code, output = shell.run(
         "run", str(shell.config), "--out", str(run), "--set", f"trainer.kind={kind}",
-        "--set", "inference.in_flight=recompute", *(word for key in own for word in ("--set", key)), timeout=200,
+        "--set", "inference.in_flight=recompute", *(word for key in own for word in ("--set", key)), timeout=500,
     )  # fmt: skip
     assert code == 0, output
     summary = check(run, 6)
@@ -87,10 +85,10 @@ def test_a_sketch_run_that_was_ended_goes_on_with_resume_and_its_nodes_follow(sh
     run = shell.folder / "run"
     started = shell.start("run", str(shell.config), "--out", str(run), *SKETCH)
     real_runs.wait_for(
-        lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 3, 100, "three steps"
+        lambda: (run / "metrics.jsonl").exists() and len(real_runs.records(run)) >= 3, 200, "three steps"
     )
     real_runs.interrupt(started)
-    started.wait(60)
-    code, output = shell.run("run", str(shell.config), "--out", str(run), "--resume", *SKETCH, timeout=200)
+    started.wait(120)
+    code, output = shell.run("run", str(shell.config), "--out", str(run), "--resume", *SKETCH, timeout=500)
     assert code == 0, output
     check(run, 6)

@@ -63,7 +63,7 @@ action = "warn"  # of so few answers a step
 
 
 @pytest.mark.tasks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(750)
 def test_a_two_turn_tool_task_is_learned_and_every_trained_token_is_as_it_was_sampled(
     shell: Shell, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import real_runs
 from async_rl.run.directory import RunDirectory
 from async_rl.run.summary import ledger_balances
 
-pytestmark = [pytest.mark.e2e, pytest.mark.scale, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.scale, pytest.mark.timeout(1000)]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "two-machines.md"
 FIRST, SECOND = "10.0.0.1", "10.0.0.2"
@@ -66,11 +66,11 @@ def test_the_page_leads_to_a_run_whose_node_knows_no_more_than_it_was_given(tmp_
         assert "left" in output
         code, output = first.run(*typed("drain", free_port, ports), "--grace", "1")
         assert code == 0, output
-        output, _ = node.communicate(timeout=60)
+        output, _ = node.communicate(timeout=150)
         assert node.returncode == 0, output
         again = second.start(*typed("infer", free_port, ports))  # the same command joins again
         for process in (trainer, buffer, again):
-            output, _ = process.communicate(timeout=200)
+            output, _ = process.communicate(timeout=500)
             assert process.returncode == 0, output
     finally:
         second.close()

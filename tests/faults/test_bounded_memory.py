@@ -22,7 +22,7 @@ TABLE = [
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2250)
 def test_no_process_grows_with_the_steps_of_a_run(tmp_path: Path) -> None:
     shell = real_runs.Shell(tmp_path)
     run = tmp_path / "long"

@@ -17,11 +17,11 @@ from async_rl.run.plans import plan_run
 from async_rl.run.pools import Pools
 from async_rl.run.process import EXIT_AGAIN
 
-pytestmark = [pytest.mark.sample, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sample, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).resolve()
 SETTINGS = [
-    "run.steps=24", "run.eval_every=0", "inference.max_tokens_per_second=240", "launch.grace=5", "buffer.heartbeat=2",
+    "run.steps=24", "run.eval_every=0", "inference.max_tokens_per_second=120", "launch.grace=5", "buffer.heartbeat=2",
 ]  # fmt: skip
 
 

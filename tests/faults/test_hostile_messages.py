@@ -35,7 +35,7 @@ OUTSIDE = "async_rl_buffer_outside_results_total"
 both_sizes = pytest.mark.parametrize(
     "count",
     [
-        pytest.param(2_000, marks=pytest.mark.timeout(240)),
+        pytest.param(2_000, marks=pytest.mark.timeout(600)),
         pytest.param(100_000, marks=[pytest.mark.faults, pytest.mark.timeout(1800)]),
     ],
 )
@@ -300,7 +300,7 @@ def test_raw_bytes_at_every_port_are_hung_up_on(tmp_path: Path, trace: Path, cou
         assert service.process.poll() is None
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_with_keys_no_stranger_gets_as_far_as_a_message(tmp_path: Path, trace: Path) -> None:
     make_keys(tmp_path / "keys")
     buffer = {

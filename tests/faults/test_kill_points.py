@@ -61,7 +61,7 @@ def die_at(shell: Shell, point: str, *options: str) -> None:
     pool = point.partition(".")[0]
     name = "node-0" if pool == "node" else pool
     plan = f"{point}:{PASSES.get(point, LATE)}@{name}"
-    code, output = shell.run("run", str(shell.config), "--out", str(run), *options, timeout=300, **{VARIABLE: plan})
+    code, output = shell.run("run", str(shell.config), "--out", str(run), *options, timeout=750, **{VARIABLE: plan})
     assert f"{name} was killed by SIGKILL and started again" in output, output
     assert code == 0, output
     check(run, STEPS)
@@ -69,21 +69,21 @@ def die_at(shell: Shell, point: str, *options: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("point", SAMPLE)
 def test_a_run_survives_a_death_where_it_matters_most(shell, point):
     die_at(shell, point)
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("point", sorted(POINTS.keys() - RARE - set(SAMPLE)))
 def test_a_run_survives_a_death_at_every_point(shell, point):
     die_at(shell, point)
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("point", ROUTES)
 def test_a_run_with_factor_updates_survives_a_death_on_their_way(shell, point):
     """And what nodes serve is what the trainer made: a node that serves anything else is quarantined, and says so."""
@@ -132,7 +132,7 @@ def pool_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 def test_a_run_whose_every_process_was_killed_goes_on_with_resume(shell):
     run = shell.folder / "run"
     started = shell.start("run", str(shell.config), "--out", str(run))
@@ -140,6 +140,6 @@ def test_a_run_whose_every_process_was_killed_goes_on_with_resume(shell):
     for process in [psutil.Process(started.pid), *processes_of(run)]:
         process.kill()
     started.wait(30)
-    code, output = shell.run("run", str(shell.config), "--out", str(run), "--resume", timeout=240)
+    code, output = shell.run("run", str(shell.config), "--out", str(run), "--resume", timeout=600)
     assert code == 0, output
     check(run, STEPS)

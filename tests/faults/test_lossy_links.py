@@ -78,7 +78,7 @@ def test_a_run_over_a_bad_network_trains_what_it_accepted(tmp_path: Path) -> Non
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", [0])
 def test_a_long_run_over_a_bad_network_trains_what_it_accepted(tmp_path: Path, seed: int) -> None:
     train_over_a_bad_network(tmp_path, steps=60, timeout_s=500)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from buffer_house import V1, House, confirm, deliver, receive, take_leases
+from buffer_house import PATIENCE_S, V1, House, confirm, deliver, receive, take_leases
 
 from async_rl.wire.messages import Batch, Draw
 
@@ -102,16 +102,19 @@ def test_a_client_that_starts_again_after_the_clock_was_set_back_takes_its_lost_
         first = house.node("node")
         while not house.service.status().nodes:
             time.sleep(0.02)
-        first._closing = True  # it dies: no goodbye, no beat
-        first._connected = False
-        first._wake()
-        deadline = time.monotonic() + 10
+        with first._lock:  # else its thread might say goodbye in between
+            first._closing = True  # it dies: no goodbye, no beat
+            first._connected = False
+            first._wake()
+        house._server._peers["node"].silence_s = 0.3
+        deadline = time.monotonic() + PATIENCE_S
         while house.service.status().nodes:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         now = time.time_ns()
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
         house.node("node")
+        deadline = time.monotonic() + PATIENCE_S
         while not house.service.status().nodes:
             assert time.monotonic() < deadline
             time.sleep(0.02)

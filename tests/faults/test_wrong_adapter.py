@@ -18,7 +18,7 @@ from real_runs import Shell
 
 from async_rl.run.status import state_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(750)
 
 HERE = Path(__file__).resolve().parents[1] / "support"
 FAULTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -126,10 +127,18 @@ def test_a_program_that_fails_is_no_reward(
 def test_a_program_that_runs_into_a_limit_is_cut_and_what_it_has_is_scored(
     play: Callable[..., tuple[Trajectory, PlayHouse]], limit: str
 ) -> None:
-    options: dict[str, Any] = {"time": {"time_limit": 2.0}, "calls": {"max_calls": 3}, "tokens": {}}[limit]
+    # A busy machine may not come to the first call within the shortest.
+    tries: list[dict[str, Any]] = {
+        "time": [{"time_limit": 2.0}, {"time_limit": 10.0}, {"time_limit": 40.0}],
+        "calls": [{"max_calls": 3}],
+        "tokens": [{}],
+    }[limit]
     room = Limits(64, 40) if limit == "tokens" else ROOM
     program = "import time\nfor _ in range(10**6): ask('abc')\n"
-    trajectory, house = play(program.replace("ask('abc')", "ask('abc'); time.sleep(0.1)"), room, **options)
+    for options in tries:
+        trajectory, house = play(program.replace("ask('abc')", "ask('abc'); time.sleep(0.1)"), room, **options)
+        if trajectory.status == "ok":
+            break
     assert (trajectory.status, trajectory.segments[-1].finish) == ("ok", "length")
     assert house.scored[0].completion in ("a", "ab", "abc")
 
@@ -146,12 +155,13 @@ def run(folder: Path, *command: str, limit_s: float = 30.0) -> Any:
     return asyncio.run(body())
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     ends = time.monotonic() + within_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > ends:
+                return False
+            time.sleep(0.02)
     return True
 
 
@@ -165,7 +175,10 @@ LEAVES_A_SESSION = LEAVES_ONE.replace("'600']", "'600'], start_new_session=True"
 @pytest.mark.parametrize("ends", ["by itself", "at its limit"])
 def test_what_it_started_ends_with_it(tmp_path: Path, ends: str, program: str) -> None:
     wait = "" if ends == "by itself" else "; import time; time.sleep(600)"
-    ran = run(tmp_path, sys.executable, "-c", program + wait, limit_s=30.0 if ends == "by itself" else 1.0)
+    for limit_s in (60.0,) if ends == "by itself" else (1.0, 10.0, 50.0):  # as long as it takes to start the two
+        ran = run(tmp_path, sys.executable, "-c", program + wait, limit_s=limit_s)
+        if ran.stdout:
+            break
     assert ran.code == (0 if ends == "by itself" else None)
     assert gone(int(ran.stdout))
 
@@ -192,7 +205,7 @@ def test_it_ends_with_the_node_even_when_that_is_killed(tmp_path: Path, leaves: 
             time.sleep(0.05)
     finally:
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 

@@ -96,7 +96,7 @@ def processes_of(place: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_quick_run_measures_every_way_in_order_and_leaves_nothing(place: Path, tmp_path: Path) -> None:
     written = tmp_path / "flips.json"
     done = bench(place, "quickstart", written)
@@ -116,7 +116,7 @@ def test_a_quick_run_measures_every_way_in_order_and_leaves_nothing(place: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_what_a_sketch_trainer_cannot_have_is_said_in_the_table(place: Path, tmp_path: Path) -> None:
     written = tmp_path / "flips.json"
     done = bench(place, "quickstart-sketch", written)

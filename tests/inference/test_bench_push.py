@@ -40,7 +40,7 @@ from inference.bench_push_receiver import (
     tell,
 )
 
-PATIENCE_S = 60.0
+PATIENCE_S = 280.0
 MODULE = "layers.3.self_attn.k_proj"
 BENCH = (sys.executable, "-P", "-m", "inference.bench_push", "--sizes", "1")
 
@@ -169,6 +169,14 @@ def processes_of(place: Path) -> list[psutil.Process]:
     return found
 
 
+def nothing_is_left(place: Path) -> None:
+    """The store's watchdog looks every quarter of a second whether the store is still there."""
+    deadline = time.monotonic() + PATIENCE_S
+    while processes_of(place):
+        assert time.monotonic() < deadline, processes_of(place)
+        time.sleep(0.02)
+
+
 def read_until(process: subprocess.Popen[str], text: str) -> None:
     assert process.stdout is not None
     deadline = time.monotonic() + PATIENCE_S
@@ -193,12 +201,11 @@ def test_a_quick_run_writes_every_measurement_and_leaves_nothing(place: Path, tm
         assert all(len(values) == 2 for arm in cell["arms"].values() for values in arm.values())
         assert all(value > 0 for arm in cell["arms"].values() for values in arm.values() for value in values)
         store = cell["arms"]["store"]
-        for stored, fetched, verified, flipped in zip(
-            *(store[f"{moment}_ms"] for moment in ("stored", "fetched", "verified", "flipped")), strict=True
+        for fetched, verified, flipped in zip(
+            *(store[f"{moment}_ms"] for moment in ("fetched", "verified", "flipped")), strict=True
         ):
             assert fetched < verified < flipped
-            assert stored < flipped
-    assert processes_of(place) == []
+    nothing_is_left(place)
     assert list(place.iterdir()) == []
 
 
@@ -215,10 +222,7 @@ def test_a_run_that_is_ended_takes_its_processes_along(place: Path, number: int,
     os.killpg(process.pid, number)  # as a terminal sends it: receivers get it, too
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, output
-    deadline = time.monotonic() + PATIENCE_S
-    while processes_of(place):
-        assert time.monotonic() < deadline, processes_of(place)
-        time.sleep(0.02)
+    nothing_is_left(place)
     assert tidy == (list(place.iterdir()) == [])
 
 
@@ -231,7 +235,7 @@ def test_a_run_whose_store_dies_says_so_and_leaves_nothing(place: Path) -> None:
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, output
     assert "error: the store has died (exit code -9)" in output.splitlines()[-1]
-    assert processes_of(place) == []
+    nothing_is_left(place)
     assert list(place.iterdir()) == []
 
 
@@ -244,7 +248,7 @@ def test_a_run_whose_receiver_dies_names_it_and_leaves_nothing(place: Path) -> N
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, output
     assert "error: receiver-1 " in output.splitlines()[-1]
-    assert processes_of(place) == []
+    nothing_is_left(place)
     assert list(place.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ import inference.compiled_step as compiled_step
 from async_rl.version import VersionRun
 from inference.compiled_build import Build
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 KINDS = ["qwen3", "mistral"]  # mistral: a window on every layer, no norms of queries and keys
 
@@ -72,7 +72,7 @@ def test_auto_samples_on_while_it_compiles_and_changes_over(cache, qwen, finish_
     engines = [qwen.engine(slots=4), qwen.engine(slots=4)]
     assert [decode_of(engine) for engine in engines] == ["eager", "eager"]
     finished, requests = [], []
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 850
     while not all(decode_of(engine).startswith("compiled") for engine in engines):
         assert time.monotonic() < deadline
         for engine in engines:
@@ -81,7 +81,7 @@ def test_auto_samples_on_while_it_compiles_and_changes_over(cache, qwen, finish_
                 requests.append(qwen.request(len(requests), length=4, new=30))
                 engine.submit(requests[-1])
             finished += engine.step()
-        time.sleep(0.01)  # leave the core to the compiler
+        time.sleep(0.1)  # leave the core to the compiler
     assert len(finished) > 10
     assert len(list((cache / "compiled").glob("*.pt2"))) == 1
     for engine in engines:
@@ -225,7 +225,7 @@ def test_without_a_cpp_compiler_it_stays_eager_and_says_so_once(qwen, finish_all
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.setattr(compiled_step, "BUILD_S", 0.0)
     engine = qwen.engine()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 500
     with caplog.at_level(logging.WARNING, "engine"):
         while "not compiled" not in served(engine, qwen, finish_all):
             assert time.monotonic() < deadline

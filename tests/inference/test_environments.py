@@ -81,7 +81,7 @@ def house(qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     (tmp_path / "worlds_of_tests.py").write_text(TASK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).resolve().parents[2]}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(environments, "LATE_S", 0.5)
+    monkeypatch.setattr(environments, "LATE_S", 30.0)
     made: list[PlayHouse] = []
 
     def make(**options: Any) -> PlayHouse:
@@ -139,10 +139,11 @@ def test_a_step_that_hangs_ends_that_attempt_alone(house: Callable[..., PlayHous
 
 
 def test_one_that_blocks_its_worker_is_killed_with_it_and_later_ones_find_another(
-    house: Callable[..., PlayHouse],
+    house: Callable[..., PlayHouse], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(environments, "LATE_S", 0.5)
     of_others = set(psutil.Process().children(recursive=True))  # what a session's fixtures keep running
-    here = house(how="blocks", step_timeout=3.0)
+    here = house(how="blocks", step_timeout=10.0)
     here.start(lease(2, 0))
     here.run()
     workers = set(psutil.Process().children(recursive=True)) - of_others
@@ -163,7 +164,7 @@ def test_an_attempt_that_is_cancelled_while_its_worker_starts_takes_no_other_alo
     here = house()
     before = {each.pid for each in psutil.Process().children()}
     here.start(lease(1, 0))
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 60
     while {each.pid for each in psutil.Process().children()} <= before and time.monotonic() < ends:
         time.sleep(0.001)
     time.sleep(0.1)  # by now it is awaited that the worker says that it is ready
@@ -185,10 +186,13 @@ def test_limits_of_turns_and_tokens_cut_an_attempt_which_keeps_what_it_has(house
 
 
 def test_so_does_the_limit_of_time(house: Callable[..., PlayHouse]) -> None:
-    here = house(how="hangs", at=2, time_limit=3.0)
-    here.start(lease(1, 0))
-    here.run()
-    trajectory = here.done[1, 0]
+    for limit_s in (3.0, 30.0):  # a busy machine may not come to its first turn in the first
+        here = house(how="hangs", at=2, time_limit=limit_s)
+        here.start(lease(1, 0))
+        here.run()
+        trajectory = here.done[1, 0]
+        if trajectory.status == "ok":
+            break
     assert trajectory.status == "ok"
     assert trajectory.segments[-1].finish == "length"
     assert trajectory.reward <= 0.25, "at the latest in its second turn"
@@ -202,7 +206,7 @@ def test_no_worker_is_left_behind(house: Callable[..., PlayHouse]) -> None:
     workers = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
     assert any("inference.environment_worker" in " ".join(each.cmdline()) for each in workers)
     here.close()
-    psutil.wait_procs(workers, timeout=10)
+    psutil.wait_procs(workers, timeout=60)
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers)
 
 

@@ -4,6 +4,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -65,6 +66,10 @@ class Scripted:
             if os.path.getsize(path) <= int(fails):
                 os._exit(3) if os.path.getsize(path) == 1 else 1 / 0
             return Score(1.0, {})
+        if command == "crowd":  # waits until four workers are here
+            while len(open(rest).readlines()) < 4:
+                time.sleep(0.01)
+            return Score(1.0, {})
         if command == "nan":
             return Score(float("nan"), {})
         if command == "none":
@@ -82,8 +87,9 @@ def table(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def scorers():
-    """Makes scorers with a queue each, and closes them."""
+def scorers(monkeypatch):
+    """Makes scorers with a queue each, and closes them. That a worker ends may take a busy machine a while."""
+    monkeypatch.setattr("inference.scoring.REAP_S", 30.0)
     made = []
 
     def make(table, timeout_s=60.0, workers=1, tries=1):
@@ -110,7 +116,7 @@ def alive(pid):
         return False
 
 
-def wait_until_dead(pid, seconds=20.0):
+def wait_until_dead(pid, seconds=60.0):
     deadline = time.monotonic() + seconds
     while alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
@@ -146,23 +152,23 @@ def test_several_workers_share_the_jobs_and_lose_none(table, scorers):
 
 
 def test_a_hanging_completion_costs_only_itself(table, scorers):
-    scorer, results = scorers(table, timeout_s=0.5)
+    scorer, results = scorers(table, timeout_s=5.0)
     scorer.submit("warm", "train", 1, "1")
     take(results, 1)
     for n, completion in enumerate(["1", "hang", "1", "1"]):
         scorer.submit(n, "train", 1, completion)
     scored = take(results, 4)
     assert [(s.key, s.reward) for s in scored] == [(0, 1), (1, 0), (2, 1), (3, 1)]
-    assert "longer than 0.5 s" in scored[1].error
-    assert scored[1].seconds == 0.5
+    assert "longer than 5 s" in scored[1].error
+    assert scored[1].seconds == 5.0
     assert [bool(s.error) for s in scored] == [False, True, False, False]
     first, second = pids(table)
-    assert not alive(first)
+    wait_until_dead(first)
     assert alive(second)
 
 
 def test_a_killed_worker_takes_along_what_its_verifier_started(table, scorers, tmp_path):
-    scorer, results = scorers(table, timeout_s=5.0)
+    scorer, results = scorers(table, timeout_s=15.0)
     scorer.submit(0, "train", 1, f"fork {tmp_path / 'child'}")
     assert take(results, 1)[0].error
     wait_until_dead(int((tmp_path / "child").read_text()))
@@ -200,7 +206,7 @@ def test_a_verifier_that_prints_or_reads_does_not_touch_the_protocol(table, scor
 
 
 def test_large_completions_behind_a_hanging_one_do_not_block(table, scorers):
-    scorer, results = scorers(table, timeout_s=2.0)
+    scorer, results = scorers(table, timeout_s=8.0)
     scorer.submit("hang", "train", 1, "hang")
     for n in range(4):
         scorer.submit(n, "train", 1, "y" * 500_000)  # far more than a pipe holds
@@ -218,14 +224,13 @@ def test_a_task_that_cannot_be_loaded_fails_every_completion_with_the_reason(sco
 def test_slow_completions_overlap_in_as_many_workers_as_there_may_be(table, scorers):
     scorer, results = scorers(table, workers=4)
     for n in range(24):
-        scorer.submit(n, "train", 1, "slow 0.2")
+        scorer.submit(n, "train", 1, f"crowd {table['pids']}")
     assert all(s.reward == 1 and not s.error for s in take(results, 24))
-    assert 2 <= len(pids(table)) <= 4
-    last = len(pids(table))
+    assert len(pids(table)) == 4
     for n in range(24):
         scorer.submit(n, "train", 1, "1")
     assert [s.reward for s in take(results, 24)] == [1] * 24
-    assert len(pids(table)) == last, "no worker is started while one has nothing to do"
+    assert len(pids(table)) == 4, "no worker is started while one has nothing to do"
 
 
 def test_a_reward_that_crashes_by_chance_costs_no_sample_and_one_that_always_does_is_given_up(table, scorers, tmp_path):
@@ -249,7 +254,10 @@ def reward_table(service, folder, **keys):
 
 
 def test_rewards_that_wait_for_a_service_overlap_in_one_worker_up_to_their_limit(scorers, tmp_path):
+    together = threading.Barrier(8)
+
     def number(question):
+        together.wait(25)
         return 200, {"reward": float(question["completion"])}, {}
 
     with RewardService(number, seconds=0.2) as service:
@@ -287,9 +295,10 @@ def test_close_leaves_no_process(table, scorers, completion):
     take(results, 1)
     start = time.monotonic()
     scorer.close()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert pids(table)
-    assert not any(alive(pid) for pid in pids(table))
+    for pid in pids(table):
+        wait_until_dead(pid)
     scorer.close()  # again is harmless
 
 
@@ -349,7 +358,7 @@ def test_a_stream_that_has_to_be_read_far_is_no_late_score(scorers, tmp_path, mo
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
     source = {"path": str(tmp_path / "rows.jsonl"), "prompt": "q", "answer": "a", "streaming": True, "size": 40}
     source |= {"block": 10, "filter": [{"function": "slow_filters:keep"}]}
-    scorer, results = scorers({"kind": "dataset", "source": [source]}, timeout_s=1.5, tries=3)
+    scorer, results = scorers({"kind": "dataset", "source": [source]}, timeout_s=1.5, tries=10)
     scorer.submit("far", "train", 39, "39")
     scored = results.get(timeout=60)
     assert (scored.error, scored.reward) == ("", 1.0)
@@ -361,21 +370,21 @@ def test_a_set_of_evaluation_that_scores_fewer_at_once_than_the_run_has_nobody_l
         "from async_rl.config import Section\n"
         "from async_rl.tasks.task import Instance, Score\n"
         "class Nothing(Section, frozen=True): pass\n"
-        "class Rewards: concurrency, seconds = 6, 0.0\n"
+        "class Rewards: concurrency, seconds = 14, 0.0\n"
         "class Run:\n"
         "    Config, rewards = Nothing, Rewards()\n"
         "    def __init__(self, config): pass\n"
-        "    def size(self, split): return 9\n"
+        "    def size(self, split): return 20\n"
         "    def instance(self, split, number): return Instance('p', None, 'a')\n"
         "    def score(self, instance, completion): time.sleep(0.5); return Score(1.0, {})\n"
         "class HeldOut(Run): rewards = None\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
-    settings, results = ScoringSettings(score_timeout=2.0, reward_workers=1, score_tries=1), queue.SimpleQueue()
+    settings, results = ScoringSettings(score_timeout=6.0, reward_workers=1, score_tries=1), queue.SimpleQueue()
     scorer = Scorer({"kind": "slow_tasks:Run"}, settings, results, {"held-out": {"kind": "slow_tasks:HeldOut"}})
     try:
-        for number in range(6):
+        for number in range(14):
             scorer.submit(number, "eval", number, "", "held-out")
-        assert [scored.error for scored in (results.get(timeout=60) for _ in range(6))] == [""] * 6
+        assert [scored.error for scored in (results.get(timeout=60) for _ in range(14))] == [""] * 14
     finally:
         scorer.close()

@@ -19,8 +19,6 @@ from inference.engine import Completion, EngineError, Prefix
 from inference.served_engine import ServedEngine
 from inference.server import Call, EngineDied, Piece
 
-pytestmark = pytest.mark.timeout(60)
-
 Make = Callable[..., ServedEngine]
 
 
@@ -63,7 +61,7 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it never held"
@@ -72,7 +70,7 @@ def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
 
 def finish(engine: ServedEngine) -> dict[int, Completion]:
     done: dict[int, Completion] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while engine.active:
         done |= {completion.key[1]: completion for completion in engine.step()}
         assert time.monotonic() < deadline
@@ -101,14 +99,14 @@ def test_a_server_that_never_answers_counts_as_dead_as_nobody_knows_what_it_did(
 
 def test_a_server_that_is_slow_lives_as_long_as_tokens_come(make, qwen):
     server = SimulatedServer()
-    engine = make(server, stall_timeout_s=1.0)
-    server.token_s = 0.1
+    engine = make(server, stall_timeout_s=3.0)
+    server.token_s = 0.2
     engine.submit(qwen.request(0, new=20))
     assert finish(engine)[0].finish == "length"
     engine.submit(qwen.request(1, new=20))
     until(lambda: engine.step() or server.calls)
     server.hangs = {"generate"}
-    with pytest.raises(EngineDied, match=r"sampled nothing for 1 s .*engine_timeout"):
+    with pytest.raises(EngineDied, match=r"sampled nothing for 3 s .*engine_timeout"):
         until(lambda: engine.step() and False)
     assert engine.active == 1
 
@@ -139,6 +137,7 @@ def test_a_server_that_will_not_unload_has_another_state_than_is_known_and_count
 def test_one_that_does_not_end_a_request_counts_as_dead_and_keeps_what_that_uses(make, qwen, hurry):
     server = SimulatedServer()
     engine = make(server)
+    server.allowed = 10
     engine.submit(qwen.request(0, new=40, policy=qwen.policy(1)[0]))
     engine.step()
     server.hangs = {"abort"}
@@ -194,9 +193,8 @@ def test_an_answer_that_nobody_foresaw_does_not_end_the_watch(make, qwen):
     seen = engine.signals
     until(lambda: engine.signals is not seen)
     server.raises = {"check": EngineDied("it is gone")}
-    time.sleep(2.5 * served_calls.SIGNALS_S)
     with pytest.raises(EngineDied, match="it is gone"):
-        engine.step()
+        until(lambda: engine.step() and False)
 
 
 # --- weights of the whole model --------------------------------------------------------------------------------------
@@ -213,10 +211,10 @@ def test_a_flip_that_failed_half_way_is_the_end_of_the_engine_and_loses_no_reque
     server = SimulatedServer("recompute", "continue", whole=True)
     engine, policies = make(server, storage="float32"), SketchedPolicies(qwen.path, tmp_path)
     serve_base(engine, policies)
+    server.allowed = 10
     for sample in range(6):  # two more than run
         engine.submit(qwen.request(sample, new=40))
-    until(lambda: engine.step() or len(server.calls) == 4)
-    time.sleep(0.1)
+    until(lambda: engine.step() or len(server.held) == 4)
     new = policies.step()
     engine.install(new.policy, new.path)
     server.raises = {"reload": EngineError("it refuses the checkpoint")}
@@ -273,10 +271,12 @@ def test_answers_that_are_done_are_there_for_who_leaves(make, qwen, died):
     """They lie in the queue; a step is not needed, and of a dead server there is none."""
     server = SimulatedServer()
     engine = make(server)
+    server.allowed = 0
     engine.submit(qwen.request(0, new=3))
     engine.submit(qwen.request(1, new=40))
     engine.step()
-    until(lambda: len(server.calls) == 1)
+    server.allowed = 10
+    until(lambda: server.done == len(server.held) == 1)
     if died:
         server.raises = {"check": EngineDied("it is gone"), "generate": EngineDied("it is gone")}
         time.sleep(2.5 * served_calls.SIGNALS_S)
@@ -292,15 +292,17 @@ def test_answers_that_are_done_are_there_for_who_leaves(make, qwen, died):
 def test_who_steps_at_a_dead_server_is_first_given_what_is_done(make, qwen):
     server = SimulatedServer()
     engine = make(server)
+    server.allowed = 0
     engine.submit(qwen.request(0, new=3))
     engine.step()
-    until(lambda: not server.calls)
+    server.allowed = 3
+    until(lambda: server.done == 1)
     server.raises = {"check": EngineDied("it is gone")}
     time.sleep(2.5 * served_calls.SIGNALS_S)
     (done,) = engine.step()
     assert done.finish == "length"
     with pytest.raises(EngineDied):
-        engine.step()
+        until(lambda: engine.step() and False)
 
 
 def test_the_time_that_a_request_waited_is_part_of_what_is_taken_out(make, qwen):
@@ -312,9 +314,10 @@ def test_the_time_that_a_request_waited_is_part_of_what_is_taken_out(make, qwen)
     policy = qwen.policy(0)[0]
     runs = (VersionRun(policy.version, policy.digest, 1),)
     begun = Prefix(np.array([1], np.int32), np.array([-1.0], np.float32), runs, queued_s=2.0, sampling_s=1.0)
+    before = time.monotonic()
     engine.submit(qwen.request(1, new=5)._replace(prefix=begun))
     time.sleep(0.4)
     out = engine.take_out((7, 1))
-    assert 0.4 <= out.queued_s - begun.queued_s < 5
+    assert 0.4 <= out.queued_s - begun.queued_s <= time.monotonic() - before
     assert (out.sampling_s, out.tokens.tolist(), out.versions) == (begun.sampling_s, [1], begun.versions)
     assert out.resumed == 1

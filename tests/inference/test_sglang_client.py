@@ -85,14 +85,14 @@ def test_a_refusal_is_told_in_the_servers_words() -> None:
         with pytest.raises(EngineError, match=r"/generate \(400\): too long"):
             await events(client, {"refuse": True})
         with pytest.raises(EngineError, match=r"/generate \(400\): too long"):
-            await client.ask("/generate", {"refuse": True}, timeout_s=5)
+            await client.ask("/generate", {"refuse": True}, timeout_s=60)
 
     asyncio.run(with_a_server(test))
 
 
 def test_without_the_key_it_refuses() -> None:
     async def test(client: Client) -> None:
-        for asked in (client.ask("/generate", {}, timeout_s=5), client.status("/ready", timeout_s=5)):
+        for asked in (client.ask("/generate", {}, timeout_s=60), client.status("/ready", timeout_s=60)):
             with pytest.raises(EngineError, match=r"\(401\): Unauthorized; the key that it wants .* SGLANG_API_KEY"):
                 await asked
 
@@ -102,7 +102,7 @@ def test_without_the_key_it_refuses() -> None:
 def test_what_another_node_has_left_is_unloaded() -> None:
     async def test(client: Client) -> None:
         ADAPTERS[:] = ["1-aaaaaaaa", "2-bbbbbbbb"]
-        await client.unload_all(timeout_s=5)
+        await client.unload_all(timeout_s=60)
         assert ADAPTERS == []
 
     asyncio.run(with_a_server(test))
@@ -139,9 +139,9 @@ def test_a_stream_that_we_close_ends_quietly() -> None:
 def test_nobody_there_is_no_status_and_a_dead_server() -> None:
     async def test() -> None:
         client = Client("http://127.0.0.1:9", "key", why)
-        assert await client.status("/ready", timeout_s=2) is None
+        assert await client.status("/ready", timeout_s=60) is None
         with pytest.raises(EngineDied, match="it was killed"):
-            await client.ask("/generate", {}, timeout_s=2)
+            await client.ask("/generate", {}, timeout_s=60)
         await client.close()
 
     asyncio.run(test())

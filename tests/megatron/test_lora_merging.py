@@ -47,7 +47,7 @@ def merge(config: Path, checkpoint: Path, folder: Path) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_torchrun_writes_a_whole_model_of_a_checkpoint(tmp_path: Path) -> None:
     path = make_model("mixture", tmp_path / "model")
     config = tmp_path / "config.toml"

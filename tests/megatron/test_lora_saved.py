@@ -78,7 +78,7 @@ def chains(folder: Path, paths: dict[str, str]) -> dict[str, list[dict[str, Any]
             for number in range(len(layouts))
         ]
         payload = {"tensors": random_adapter(Path(paths[kind]), trainer_config(**KEYS[kind])), "cases": cases}
-        found[kind] = run_ranks(4, "lora_ranks:resume", payload, timeout=110)[0]
+        found[kind] = run_ranks(4, "lora_ranks:resume", payload)[0]
     return found
 
 

@@ -33,7 +33,7 @@ def test_score_centring_and_router_replay_are_the_torch_backends(tmp_path: Path)
         {"model": model, "algorithm": algorithm, "trainer": trainer, "parallel": parallel}
         for algorithm, parallel, trainer in CASES
     ]
-    found = run_ranks(4, f"{stepped.__module__}:{stepped.__name__}", payload, timeout=110)[0]
+    found = run_ranks(4, f"{stepped.__module__}:{stepped.__name__}", payload)[0]
     for (algorithm, parallel, trainer), ours in zip(CASES, found, strict=True):
         config = AlgorithmConfig(**algorithm)
         theirs = steps(make(TorchBackend, model, config, trainer, "cpu"), config)

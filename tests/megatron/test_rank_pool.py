@@ -20,5 +20,5 @@ def test_a_rank_that_dies_is_named() -> None:
 
 
 def test_a_rank_that_hangs_is_ended_with_the_others() -> None:
-    with pytest.raises(RankFailed, match="rank 1: no result after 3 s"):
-        run_ranks(2, "pool_targets:sleep", 1, timeout=3)
+    with pytest.raises(RankFailed, match="rank 1: no result after 20 s"):
+        run_ranks(2, "pool_targets:sleep", 1, timeout=20)

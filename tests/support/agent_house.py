@@ -6,6 +6,7 @@ import asyncio
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -131,14 +132,18 @@ class AgentHouse:
     def _work(self) -> None:
         try:
             while not self._over.is_set():
-                self.node.run(until=lambda: self._over.is_set())
+                self.node.run(until=self._pauses(time.monotonic() + 1.0))
         except BaseException as error:
             self.errors.append(error)
+
+    def _pauses(self, at: float) -> Callable[[], bool]:
+        """A run has a limit of time, and what takes too long is for `leave` to say."""
+        return lambda: self._over.is_set() or time.monotonic() > at
 
     def enter(self, number: int, *samples: int, new: int = 16) -> list[Room]:
         """Rooms for these samples of a lease, in any order."""
         self.node.start(lease(number, *samples, new=new))
-        return [self.rooms.open.get(timeout=30) for _ in samples]
+        return [self.rooms.open.get(timeout=60) for _ in samples]
 
     def leave(self, *rooms: Room) -> list[Any]:
         """What was recorded in them, as the buffer would read it."""
@@ -148,7 +153,7 @@ class AgentHouse:
         ends = 0
         while not all(key in self.node.done for key in keys):
             ends += 1
-            assert ends < 600, self.errors or "it takes too long"
+            assert ends < 1200, self.errors or "it takes too long"
             threading.Event().wait(0.05)
         return [self.node.done[key] for key in keys]
 

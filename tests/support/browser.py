@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 START_TIMEOUT_S = 150.0  # to its first answer: 0.5 s from memory, 20 s from a slow disk with nothing beside it
 MESSAGE_END = b"\0"
 
@@ -105,10 +105,17 @@ class Browser:
         )
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + TIMEOUT_S
-        while not self.evaluate("location.protocol === 'file:' && document.documentElement?.dataset.plots"):
+        while not self._has_drawn():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{page}: its plots were not drawn within {TIMEOUT_S:.0f} s")
             time.sleep(0.05)
+
+    def _has_drawn(self) -> bool:
+        drawn = "location.protocol === 'file:' && document.documentElement?.dataset.plots"
+        try:
+            return bool(self.evaluate(drawn))
+        except RuntimeError:  # it was asked of the page before, which went away meanwhile
+            return False
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression. Raises RuntimeError when it throws."""

@@ -43,10 +43,13 @@ from buffer.rules import rules_from_config
 from buffer.service import Service
 
 RUN, TOKEN, HEARTBEAT = "r1", "t" * 64, 0.1
+# The server takes a client for lost after three of the longer heartbeat of the two: whose thread gets no turn for some
+# seconds is not to be given up. A test that means silence sets `silence_s` of the peer.
+CLIENT_HEARTBEAT = 10.0
 FINGERPRINT = {"model config": "aaaa", "sampling": "temperature 1.0"}
 V0 = PolicyId("main", 0, "0" * 64)
 V1 = PolicyId("main", 1, "1" * 64)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Context(NamedTuple):
@@ -94,8 +97,10 @@ class House:
             self.recorder.close()
             self._server.close()
 
-    def client(self, role: Any, name: str) -> Client:
-        client = Client(self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="buffer", heartbeat_s=HEARTBEAT)
+    def client(self, role: Any, name: str, heartbeat_s: float = CLIENT_HEARTBEAT) -> Client:
+        client = Client(
+            self.endpoint, run=RUN, token=TOKEN, role=role, name=name, peer="buffer", heartbeat_s=heartbeat_s
+        )  # fmt: skip
         client.connect(PATIENCE_S)
         self._clients.append(client)
         return client

@@ -13,7 +13,7 @@ import pytest
 from async_rl.sandbox import Sandbox, SandboxError
 
 SHARED_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run", "/", str(Path.home()), str(Path.cwd()))
-GONE_S = 10.0  # for a killed keeper to be reaped
+GONE_S = 60.0  # for a killed keeper to be reaped
 
 
 def sandbox_or_skip() -> Iterator[Sandbox]:

@@ -35,11 +35,15 @@ PRELOAD = (
 ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+DIED = "died without a word"
+TOLD_S = 5.0  # how long it may take until a dead rank's pipe says so, once another rank has said what that did to it
+
+
 class RankFailed(Exception):
     """A rank raised, died or ran out of time; the message names it, and has its traceback if there is one."""
 
 
-def run_ranks(world: int, target: str, payload: Any, timeout: float = 100.0) -> list[Any]:
+def run_ranks(world: int, target: str, payload: Any, timeout: float = 280.0) -> list[Any]:
     """Call `target` ("module:function") with `payload` on `world` ranks of one process group, and return what each
     returned, by rank. Payload and results are plain data and arrays. A rank that raises or dies, or `timeout` seconds,
     end all of them: RankFailed."""
@@ -72,15 +76,36 @@ def _results(pipes: list[Connection], timeout: float) -> list[Any]:
             raise RankFailed(f"rank {', '.join(map(str, missing))}: no result after {timeout:g} s")
         for rank in missing:
             if pipes[rank] in ready:
-                results[rank] = _result(pipes[rank], rank)
+                try:
+                    results[rank] = _result(pipes[rank], rank)
+                except RankFailed as failure:
+                    others = {pipes[other]: other for other in missing if other != rank and other not in results}
+                    raise _cause(failure, others) from None
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _cause(failure: RankFailed, others: dict[Connection, int]) -> RankFailed:
+    """`failure`, or the death that made a collective of the rank that failed break: what the survivor says may be read
+    first."""
+    deadline = time.monotonic() + TOLD_S
+    while others and DIED not in str(failure):
+        ready = [pipe for pipe in wait(list(others), max(0.0, deadline - time.monotonic())) if pipe in others]
+        if not ready:
+            break
+        for pipe in ready:
+            rank = others.pop(pipe)
+            try:
+                pipe.recv_bytes()
+            except EOFError:
+                return RankFailed(f"rank {rank}: {DIED}")
+    return failure
 
 
 def _result(pipe: Connection, rank: int) -> Any:
     try:
         ok, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise RankFailed(f"rank {rank}: died without a word") from None
+        raise RankFailed(f"rank {rank}: {DIED}") from None
     if not ok:
         raise RankFailed(f"rank {rank}:\n{value}")
     return value

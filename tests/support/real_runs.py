@@ -65,7 +65,7 @@ GRACE_S = 20.0
 def own_task(shell: Shell, name: str, task: str) -> Path:
     """The config of the small run with another [task], on the base model of the small run."""
     making = [sys.executable, "-P", "-m", "trainer.tiny_model", "--config", str(shell.config)]
-    base = subprocess.run(making, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1]
+    base = subprocess.run(making, capture_output=True, text=True, check=True, timeout=500).stdout.splitlines()[-1]
     small = SMALL
     for old, new in (("[model.tiny]", f'[model]\npath = "{base}"'), ("seed = 0\naccuracy_low = 0.25\n", ""),
                      ("accuracy_high = 0.3\n", ""), ('[task]\nkind = "digit_sort"\ndigits = 8\n', task)):  # fmt: skip
@@ -94,7 +94,7 @@ class Shell:
         self._started.append(process)
         return process
 
-    def run(self, *arguments: str, timeout: float = 120.0, **environment: str) -> tuple[int, str]:
+    def run(self, *arguments: str, timeout: float = 400.0, **environment: str) -> tuple[int, str]:
         """Exit code and everything printed."""
         process = self.start(*arguments, **environment)
         output, _ = process.communicate(timeout=timeout)
@@ -111,14 +111,16 @@ class Shell:
                 process.wait(max(0.1, deadline - time.monotonic()))
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
                 process.kill()
                 process.wait()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
     """The training steps of a run's metrics."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")  # the last line may be half written
+    lines = [json.loads(line) for line in whole.splitlines()]
     return [line for line in lines if "reward" in line]
 
 
@@ -151,8 +153,10 @@ def kill_everything(process: subprocess.Popen[str]) -> None:
     """kill -9 for the launcher and every process of the run, at once."""
     family = psutil.Process(process.pid).children(recursive=True)
     for each in (psutil.Process(process.pid), *family):
-        each.send_signal(signal.SIGSTOP)  # so that none acts on the death of another
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGSTOP)  # so that none acts on the death of another
     for each in (psutil.Process(process.pid), *family):
-        each.kill()
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait(30)
     psutil.wait_procs(family, 30)

@@ -22,7 +22,7 @@ def targets(folder: Path) -> dict[str, dict[str, Any]]:
 
 def scrape(address: str) -> dict[str, float]:
     """Samples by name and labels, as Prometheus writes them: `name{label="value"}`."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     samples = {}
     for family in text_string_to_metric_families(text):

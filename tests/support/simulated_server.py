@@ -4,6 +4,7 @@ tokens tell under which weights, and after how many others, each was sampled."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +22,10 @@ Key = tuple[int, int]
 
 class SimulatedServer:
     """Samples token 1 every `token_s`, and does what else it is told at once: in `hangs` are the names of those of its
-    methods that never return, in `raises` what others raise instead of that."""
+    methods that never return, in `raises` what others raise instead of that.
+
+    `allowed` tokens of each call are sampled, and no more until that is raised: so a test can look at what is half
+    done, however long it takes to. `held` are the calls that wait so, `done` counts those whose last piece is taken."""
 
     def __init__(self, *in_flight: InFlight, whole: bool = False) -> None:
         ways = frozenset(in_flight or ("finish", "recompute"))
@@ -32,6 +36,9 @@ class SimulatedServer:
         self.hangs: set[str] = set()
         self.raises: dict[str, Exception] = {}
         self.calls: dict[str, Call] = {}
+        self.allowed = math.inf
+        self.held: set[str] = set()
+        self.done = 0
         self.label = ""  # of all weights, or of the adapter that is flipped under `continue`
 
     async def may(self, what: str) -> None:
@@ -68,12 +75,18 @@ class SimulatedServer:
         self.calls[call.name] = call
         for index in range(call.most):
             await asyncio.sleep(self.token_s)
+            while index >= self.allowed:
+                self.held.add(call.name)
+                await self.may("generate")
+                await asyncio.sleep(0.001)
+            self.held.discard(call.name)
             await self.may("generate")
             last = index + 1 == call.most
             if last:
                 self.calls.pop(call.name, None)
             labels = [(self.label, 1)] if self.whole else None
             yield Piece([1], [-1.0], labels, finish="length" if last else None)
+        self.done += 1
 
     async def score(self, adapter: str | None, sequences: Sequence[Any]) -> list[Any]:
         await self.may("score")

@@ -46,7 +46,7 @@ def trained(case: str, part: slice, together: bool) -> dict[str, np.ndarray]:
 
 def main(rank: int, folder: Path, case: str) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", f"file://{folder}/meet", timeout, rank=rank, world_size=2)
     np.savez(folder / f"rank-{rank}.npz", **trained(case, HALVES[case][rank], together=True))
     torch.distributed.destroy_process_group()

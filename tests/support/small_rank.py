@@ -34,6 +34,7 @@ from trainer.ranks.leader import LeadBackend, leading
 from trainer.ranks.place import Place
 
 WORLD = 3
+VERY_LONG_S = 600.0  # longer than any test waits for what has to end before
 FINE, NOT_FINITE, ONE_RANK_FAILS, ONE_RANK_DIES, NEVER_ENDS, ONE_RANK_REFUSES, ONE_RANK_RAISES, ALL_RAISE = range(8)
 CONFIG = Config(
     run=RunConfig(work_timeout=100.0),
@@ -70,7 +71,7 @@ class SmallBackend:
             os.kill(os.getpid(), signal.SIGKILL)
         if rate == NEVER_ENDS:
             (self.folder / f"in-step-{self.place.rank}").write_text(str(os.getpid()))
-            time.sleep(60)
+            time.sleep(VERY_LONG_S)
         total = torch.tensor(float(samples[0].tokens.sum()) + self.place.rank, dtype=torch.float64)
         if rate not in (ONE_RANK_REFUSES, ONE_RANK_RAISES):
             dist.all_reduce(total)
@@ -141,7 +142,7 @@ def everything(backend: LeadBackend, folder: Path) -> None:
 def idles(backend: LeadBackend, folder: Path) -> None:
     backend.save(folder)
     (folder / "idle").touch()
-    time.sleep(60)
+    time.sleep(VERY_LONG_S)
 
 
 def looks_for_stopped(backend: LeadBackend, folder: Path) -> None:
@@ -196,7 +197,7 @@ def unwatched(folder: Path) -> None:
         raise KeyError("what")
 
     Children([], "trainer", None, folder).watch(failure)
-    time.sleep(60)
+    time.sleep(VERY_LONG_S)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ Read = Callable[[PolicyId, Path], PolicyContent]
 
 RUN, TOKEN = "r1", "t" * 64
 MAX_STALENESS = 1
-PATIENCE_S = 20.0
-RELAY_TIMEOUT_S = 1.0
+PATIENCE_S = 60.0
+RELAY_TIMEOUT_S = 3.0
 
 
 def policy(version: int) -> PolicyId:

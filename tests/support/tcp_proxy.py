@@ -97,4 +97,4 @@ class TcpProxy:
         self.passed_back += size
         if self.cut_after is not None and self.passed_back >= self.cut_after:
             self.cut_after = None
-            threading.Thread(target=self.cut, daemon=True).start()
+            self.cut()

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from buffer_house import FINGERPRINT, RUN, TOKEN, House, deliver
+from buffer_house import FINGERPRINT, PATIENCE_S, RUN, TOKEN, House, deliver
 from buffer_house import Context as StoreContext
 from safetensors.torch import load_file, save_file
 
@@ -123,7 +123,7 @@ class Run:
         self.buffer = self.house.client("trainer", "trainer")
         self.store = Client(store_endpoint, run=RUN, token=TOKEN, role="trainer", name="trainer", peer="store")
         self._threads[0].start()
-        self.store.connect(10.0)
+        self.store.connect(PATIENCE_S)
         context: Any = self.context
         writers = [MetricsWriter(path) for path in (context.directory.metrics_path, context.directory.samples_path)]
         self.learner = Learner(context, self.backend, State(), self.buffer, self.store, *writers, FINGERPRINT)
@@ -143,7 +143,7 @@ class Run:
         node.send(NodeServing(newest, 1, 1.0, prover.prove("")))
         node.send(NodeWants(100))
         while True:
-            message = node.receive(20.0, "work").message
+            message = node.receive(PATIENCE_S, "work").message
             if isinstance(message, Stop):
                 node.close()
                 return
@@ -160,7 +160,7 @@ class Run:
         self._store_stopping.set()
         self.store.close()
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(PATIENCE_S)
         self._store_server.close()
 
 
@@ -224,7 +224,8 @@ def test_a_learner_that_is_done_leaves_a_summary_whose_ledger_balances(run):
     assert run.context.directory.curve_path.exists()
 
 
-def test_a_learner_whose_buffer_leaves_ends_with_the_buffers_words(run):
+def test_a_learner_whose_buffer_leaves_ends_with_the_buffers_words(run, monkeypatch):
+    monkeypatch.setattr("buffer.service.PARTING_S", PATIENCE_S)  # it stays until the words are read
     run.backend.during_step = run.house.stopping.set
     with pytest.raises(Exception, match="the buffer was told to stop"):
         run_learner(run.learner)
@@ -244,7 +245,7 @@ def test_a_learner_lifts_the_pin_of_an_evaluation_that_a_past_it_does_not_know_h
     given_up = PolicyId("main", 5, "ab" * 32)
     run.files.pin(given_up, True)
     run.learner._take_in_passing(EvalResult(given_up, 8, 0.5, 0, 1.0))
-    run.store.flush(10.0)
+    run.store.flush(PATIENCE_S)
     assert given_up not in run.files._pins
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from buffer_house import FINGERPRINT, RUN, TOKEN, House
+from buffer_house import FINGERPRINT, PATIENCE_S, RUN, TOKEN, House
 from buffer_house import Context as StoreContext
 from tiny_lm import VOCABULARY, tiny_lm
 
@@ -53,7 +53,7 @@ class Pools:
         self._thread = threading.Thread(target=StoreService(context, self._server, self.files).serve, daemon=True)
         self._thread.start()
         self.store = Client(endpoint, run=RUN, token=TOKEN, role="trainer", name="trainer", peer="store")
-        self.store.connect(10.0)
+        self.store.connect(PATIENCE_S)
         self.buffer = self.house.client("trainer", "trainer")
         self.buffer.send(TrainerReady(FINGERPRINT, pacing(self.config), None, "life", 0))
 
@@ -61,7 +61,7 @@ class Pools:
         self.house.close()
         self._stopping.set()
         self.store.close()
-        self._thread.join(10.0)
+        self._thread.join(PATIENCE_S)
         self._server.close()
 
 

@@ -17,6 +17,7 @@ CASES = [(1, 1, 1), (3, 31, 7), (65, 33, 16), (70, 257, 33), (130, 129, 130)]
 BOTH = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.timeout(600)
 def test_interpreted() -> None:
     passes_interpreted("tests/trainer/test_sketching_kernels.py")
 

@@ -37,6 +37,9 @@ POOLS = {"time_s": 9.9, "pools": {"uptime_s": 3.0}}
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "90")  # its process may be slow to start where the machine is busy
+    monkeypatch.setattr("trainer.trackers.WANDB_START_S", 90.0)
+    monkeypatch.setattr("trainer.trackers.WANDB_END_S", 90.0)
     for place in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(place, str(tmp_path / "wandb-home"))
 
@@ -75,12 +78,14 @@ def wandb_records(path: Path) -> Iterator[Any]:
     """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB; fragments with
     checksum, length and kind, of which 1 is whole and 4 the last of several)."""
     data, at, record = path.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
+    assert data[:4] == b":W&B"[: len(data)]
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:
             at += BLOCK - at % BLOCK
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + size > len(data):  # half written
+            return
         record += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
@@ -88,7 +93,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             record = b""
 
 
-def whole_records(path: Path, patience_s: float = 20.0) -> list[Any]:
+def whole_records(path: Path, patience_s: float = 60.0) -> list[Any]:
     """W&B's own process writes the file, and may be a little behind."""
     deadline = time.monotonic() + patience_s
     while True:
@@ -113,7 +118,7 @@ def wandb_runs(context: PoolContext) -> list[tuple[Any, list[dict[str, Any]]]]:
     return sessions
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_both_trackers_hold_every_number_of_steps_and_evaluations_by_version(context: PoolContext) -> None:
     write(context, STEP, POOLS, EVAL)
     step = {
@@ -133,7 +138,7 @@ def test_both_trackers_hold_every_number_of_steps_and_evaluations_by_version(con
     assert [record.get("eval") for record in read_metrics(context.directory.metrics_path)] == [None, None, EVAL["eval"]]
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_a_resumed_run_goes_on_where_its_checkpoint_was_in_both(context: PoolContext) -> None:
     write(context, *({"step": v - 1, "version": v, "reward": 0.1 * v} for v in (1, 2, 3)))
     write(context, *({"step": v - 1, "version": v, "reward": 0.2 * v} for v in (3, 4)), version=2)
@@ -144,7 +149,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was_in_both(context: PoolCon
     assert [row["version"] for _, rows in sessions for row in rows] == [1, 2, 3, 3, 4]
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_the_key_is_in_no_file_of_the_run_and_in_no_log(
     context: PoolContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ ROUNDING = rounding_key(1, 2, "layer")
 BOTH = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.timeout(600)
 def test_interpreted() -> None:
     passes_interpreted("tests/async_rl/policy/test_kernels.py")
 

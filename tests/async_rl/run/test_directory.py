@@ -5,7 +5,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -131,7 +130,7 @@ def test_of_a_process_that_writes_here_there_is_one_and_the_next_waits_for_its_e
     directory.remove_sockets()
     program = (
         "import sys, time; from pathlib import Path; from async_rl.run.directory import RunDirectory\n"
-        "with RunDirectory.open(Path(sys.argv[1])).alone('buffer'): print('in', flush=True); time.sleep(60)"
+        "with RunDirectory.open(Path(sys.argv[1])).alone('buffer'): print('in', flush=True); time.sleep(600)"
     )
     other = subprocess.Popen([sys.executable, "-c", program, str(directory.path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
@@ -145,9 +144,8 @@ def test_of_a_process_that_writes_here_there_is_one_and_the_next_waits_for_its_e
         with directory.alone("store", 0.2):
             pass
         os.kill(other.pid, signal.SIGKILL)
-        began = time.monotonic()
-        with directory.alone("buffer", 20):
-            assert time.monotonic() - began < 15
+        with directory.alone("buffer", 60):
+            pass
     finally:
         other.kill()
-        other.wait(20)
+        other.wait(60)

@@ -22,7 +22,7 @@ from async_rl.run.process import HOUSE_PLACE
 
 FAKES = {
     "says": "import sys; print('x' * 100_000); print('error: no model'); sys.exit(3)",
-    "sleeps": "import time; print('up', flush=True); time.sleep(60)",
+    "sleeps": "import time; print('up', flush=True); time.sleep(600)",
     "shows": """
         import json, os, sys, time
         from pathlib import Path
@@ -35,9 +35,9 @@ FAKES = {
     """,
     "spawns": """
         import subprocess, sys, time
-        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(worker.pid, flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """,
 }
 
@@ -67,7 +67,7 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
-def everything(host: Host, timeout_s: float = 30) -> tuple[bytes, int]:
+def everything(host: Host, timeout_s: float = 60) -> tuple[bytes, int]:
     said, deadline = b"", time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         look = host.look(len(said), 0.5)
@@ -78,7 +78,7 @@ def everything(host: Host, timeout_s: float = 30) -> tuple[bytes, int]:
     raise AssertionError(f"it did not end: {said[-200:]!r}")
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -165,7 +165,7 @@ def test_it_ends_with_an_actor_that_is_killed(host: Host, directory: Path) -> No
         thread = threading.Thread(target=lambda: print(host.start(order).pid, flush=True))
         thread.start()
         thread.join(30)
-        time.sleep(60)
+        time.sleep(600)
     """
     actor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     try:
@@ -175,6 +175,6 @@ def test_it_ends_with_an_actor_that_is_killed(host: Host, directory: Path) -> No
         assert child.is_running()
     finally:
         actor.kill()
-        actor.communicate(timeout=10)
-    psutil.wait_procs([child], timeout=10)
+        actor.communicate(timeout=60)
+    psutil.wait_procs([child], timeout=60)
     assert not child.is_running()

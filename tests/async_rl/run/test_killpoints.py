@@ -28,7 +28,7 @@ def passings(variable: str | None) -> tuple[int, list[str]]:
     if variable is not None:
         environment[VARIABLE] = variable
     done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=30
+        [sys.executable, "-P", "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=100
     )
     return done.returncode, done.stdout.split()
 

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -31,13 +31,17 @@ FAKES = {
             sys.exit(0)
         (folder / f"part-{number}").write_text(str(os.getpid()))
         (folder / f"part-{number}").rename(folder / f"begun-{number}")
-        time.sleep(60)
+        time.sleep(600)
     """,
     "well": "import time; time.sleep(0.2)",
     "fails": "import sys, time; time.sleep(0.3); print('a line'); sys.exit('error: no such model /nowhere')",
-    "drains": "import time; time.sleep(1.0)",
     "lasts": "import time; time.sleep(2.0)",
-    "sleeps": "import time; time.sleep(60)",
+    "sleeps": "import time; time.sleep(600)",
+    "until": """
+        import pathlib, sys, time
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.05)
+    """,
     "again": """
         import pathlib, sys, time
         times = pathlib.Path(sys.argv[1])
@@ -56,14 +60,14 @@ FAKES = {
             sys.exit(0)
         signal.signal(signal.SIGTERM, end)
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """,
     "ignores": """
         import signal, subprocess, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        print("worker", worker.pid, flush=True)
-        time.sleep(60)
+        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(f"worker {worker.pid}", flush=True)  # in one write, as somebody waits for it
+        time.sleep(600)
     """,
 }
 
@@ -98,11 +102,23 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child not in EARLIER]
 
 
-def wait_for(condition, timeout: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+def wait_for(condition, timeout: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
+
+
+def touch_after(pools: Pools, files: dict[str, Path]) -> Callable[[], None]:
+    """A tick that touches a process's file once its end was noted: what waits for that file ends after it, however
+    slowly any of them starts."""
+
+    def tick() -> None:
+        for name, file in files.items():
+            if name in pools._exits:
+                file.touch()
+
+    return tick
 
 
 def log_says(log: Path, text: str) -> bool:
@@ -110,7 +126,7 @@ def log_says(log: Path, text: str) -> bool:
 
 
 def test_a_run_whose_processes_all_end_well_ends_with_0(fakes: Path) -> None:
-    with Pools([fake("well", ends_run=True), fake("well", called="other")], fakes, grace=5) as pools:
+    with Pools([fake("well", ends_run=True), fake("well", called="other")], fakes, grace=60) as pools:
         outcome = pools.supervise()
     assert outcome == Outcome()
     assert outcome.code == 0
@@ -118,7 +134,7 @@ def test_a_run_whose_processes_all_end_well_ends_with_0(fakes: Path) -> None:
 
 
 def test_the_first_failure_takes_the_others_down_and_is_named_with_its_last_words_and_log(fakes: Path) -> None:
-    with Pools([fake("sleeps"), fake("fails", called="trainer", ends_run=True)], fakes, grace=5) as pools:
+    with Pools([fake("sleeps"), fake("fails", called="trainer", ends_run=True)], fakes, grace=60) as pools:
         outcome = pools.supervise()
         assert children() == []
     assert outcome.code == 1
@@ -126,20 +142,21 @@ def test_the_first_failure_takes_the_others_down_and_is_named_with_its_last_word
     assert outcome.message(5) == f"trainer failed (exit 1): no such model /nowhere; log: {log}"
 
 
-def test_a_run_goes_on_without_an_expendable_process_and_says_so(fakes: Path) -> None:
+def test_a_run_goes_on_without_an_expendable_process_and_says_so(fakes: Path, tmp_path: Path) -> None:
+    failed = tmp_path / "failed"
     specs = [
-        fake("lasts", ends_run=True), fake("fails", called="node-0", expendable=True),
-        fake("lasts", called="node-1", expendable=True),
+        fake("until", str(failed), called="trainer", ends_run=True), fake("fails", called="node-0", expendable=True),
+        fake("until", str(failed), called="node-1", expendable=True),
     ]  # fmt: skip
-    with Pools(specs, fakes, grace=5) as pools:
-        outcome = pools.supervise()
+    with Pools(specs, fakes, grace=60) as pools:
+        outcome = pools.supervise(touch_after(pools, {"node-0": failed}))
     assert (outcome.code, outcome.failures) == (0, ())
     assert [str(loss).split(";")[0] for loss in outcome.lost] == ["node-0 failed (exit 1): no such model /nowhere"]
 
 
 def test_the_last_expendable_process_that_fails_ends_the_run_and_all_that_failed_are_named(fakes: Path) -> None:
     specs = [fake("sleeps", ends_run=True), *(fake("fails", called=f"node-{i}", expendable=True) for i in range(2))]
-    with Pools(specs, fakes, grace=5) as pools:
+    with Pools(specs, fakes, grace=60) as pools:
         outcome = pools.supervise()
         assert children() == []
     assert outcome.code == 1
@@ -151,10 +168,15 @@ def node_that_asks_for_another_start(times: Path) -> ProcessSpec:
 
 
 def test_a_process_that_asks_to_be_started_again_is_and_the_launchers_log_says_why(fakes: Path, tmp_path: Path) -> None:
-    times = tmp_path / "times"
-    specs = [fake("lasts", ends_run=True), node_that_asks_for_another_start(times)]
-    with Pools(specs, fakes, grace=5, restarts=2) as pools:
-        outcome = pools.supervise()
+    times, enough = tmp_path / "times", tmp_path / "enough"
+    specs = [fake("until", str(enough), ends_run=True), node_that_asks_for_another_start(times)]
+
+    def tick() -> None:
+        if times.exists() and len(times.read_text().splitlines()) == 3:
+            enough.touch()
+
+    with Pools(specs, fakes, grace=60, restarts=2) as pools:
+        outcome = pools.supervise(tick)
     assert (outcome.code, outcome.lost) == (0, ())
     assert [(ended.name, ended.code) for ended in outcome.restarted] == [("node-0", EXIT_AGAIN)] * 2
     assert times.read_text().splitlines() == ["", "--again", "--again"]
@@ -163,8 +185,9 @@ def test_a_process_that_asks_to_be_started_again_is_and_the_launchers_log_says_w
 
 
 def test_a_process_that_asks_too_often_has_failed(fakes: Path, tmp_path: Path) -> None:
-    with Pools([fake("sleeps", ends_run=True), node_that_asks_for_another_start(tmp_path / "times")], fakes, 5, 1) as p:
-        outcome = p.supervise()
+    specs = [fake("sleeps", ends_run=True), node_that_asks_for_another_start(tmp_path / "times")]
+    with Pools(specs, fakes, grace=60, restarts=1) as pools:
+        outcome = pools.supervise()
     assert len(outcome.restarted) == 0  # told only of runs that ended well
     assert outcome.message(5) == (f"node-0 failed (exit 75): the engine says no more; log: {fakes / 'node-0.log'}")
 
@@ -174,7 +197,7 @@ def test_a_process_may_have_an_interpreter_of_its_own_and_that_ones_programs(fak
     environment = tmp_path / "elsewhere"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
     python = str(environment / "bin" / "python")
-    with Pools([ProcessSpec("says", "fakepools.says", python=python)], fakes, grace=5) as pools:
+    with Pools([ProcessSpec("says", "fakepools.says", python=python)], fakes, grace=60) as pools:
         assert pools.supervise().code == 0
     executable, path, places = (fakes / "says.log").read_text().split()
     assert executable == python
@@ -189,13 +212,14 @@ def test_where_other_packages_lie_too_is_no_path_for_another_interpreter(monkeyp
     assert child_environment("/v/bin/python")["PYTHONPATH"] == "/mine"
 
 
-def test_a_run_whose_last_node_was_drained_waits_for_another_one_to_come(fakes: Path) -> None:
+def test_a_run_whose_last_node_was_drained_waits_for_another_one_to_come(fakes: Path, tmp_path: Path) -> None:
+    failed, drained = tmp_path / "failed", tmp_path / "drained"
     specs = [
-        fake("lasts", ends_run=True), fake("fails", called="node-0", expendable=True),
-        fake("drains", called="node-1", expendable=True),
+        fake("until", str(drained), called="trainer", ends_run=True), fake("fails", called="node-0", expendable=True),
+        fake("until", str(failed), called="node-1", expendable=True),
     ]  # fmt: skip
-    with Pools(specs, fakes, grace=5) as pools:
-        outcome = pools.supervise()
+    with Pools(specs, fakes, grace=60) as pools:
+        outcome = pools.supervise(touch_after(pools, {"node-0": failed, "node-1": drained}))
     assert (outcome.code, [loss.name for loss in outcome.lost]) == (0, ["node-0"])
 
 
@@ -217,17 +241,22 @@ def test_what_does_not_end_after_the_run_is_ended_by_force_and_named(fakes: Path
 
 
 def test_an_expendable_process_that_came_too_late_to_hear_of_the_end_is_told(fakes: Path) -> None:
-    late = replace(fake("sleeps"), expendable=True)
-    with Pools([fake("well", ends_run=True), replace(fake("lasts"), expendable=True), late], fakes, grace=6.0) as pools:
+    specs = [fake("well", ends_run=True), fake("lasts", expendable=True), fake("sleeps", expendable=True)]
+    with Pools(specs, fakes, grace=12) as pools:
         outcome = pools.supervise()
     assert (outcome.code, outcome.stuck, outcome.lost) == (0, (), ())
     assert children() == []
 
 
-def test_an_interrupt_reaches_every_process_and_waits_for_its_orderly_end(fakes: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("leads", [True, False])
+def test_an_interrupt_reaches_every_process_and_waits_for_its_orderly_end(
+    leads: bool, fakes: Path, tmp_path: Path
+) -> None:
+    """Where one ends the run it is told first, and the others may end after it by themselves; else all are told."""
     saved = tmp_path / "saved"
     before = signal.getsignal(signal.SIGINT)
-    with Pools([fake("tidies", str(saved), ends_run=True), fake("sleeps")], fakes, grace=1) as pools:
+    other = fake("until", str(saved)) if leads else fake("sleeps")
+    with Pools([fake("tidies", str(saved), ends_run=leads), other], fakes, grace=60) as pools:
         wait_for(lambda: log_says(fakes / "tidies.log", "ready"))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         outcome = pools.supervise()
@@ -241,7 +270,7 @@ def test_an_error_in_the_launcher_leaves_no_process_behind(fakes: Path) -> None:
     def tick() -> None:
         raise RuntimeError("display")
 
-    with pytest.raises(RuntimeError, match="display"), Pools([fake("sleeps")], fakes, grace=5) as pools:
+    with pytest.raises(RuntimeError, match="display"), Pools([fake("sleeps")], fakes, grace=60) as pools:
         pools.supervise(tick)
     assert children() == []
 
@@ -252,7 +281,7 @@ def test_no_process_outlives_a_launcher_that_is_killed(fakes: Path, tmp_path: Pa
         from async_rl.run.launch import ProcessSpec
         from async_rl.run.pools import Pools
         specs = [ProcessSpec("a", "fakepools.sleeps"), ProcessSpec("b", "fakepools.tidies", ({str(tmp_path / "s")!r},))]
-        with Pools(specs, Path({str(fakes)!r}), 5) as pools:
+        with Pools(specs, Path({str(fakes)!r}), 60) as pools:
             pools.supervise()
     """
     launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
@@ -263,7 +292,7 @@ def test_no_process_outlives_a_launcher_that_is_killed(fakes: Path, tmp_path: Pa
     finally:
         launcher.kill()
         launcher.wait()
-    gone, alive = psutil.wait_procs(orphans, timeout=5)
+    gone, alive = psutil.wait_procs(orphans, timeout=60)
     assert (len(gone), alive) == (2, [])
     assert (tmp_path / "s").read_text() == "checkpointed"
 
@@ -276,7 +305,7 @@ def rank(number: int, saved: Path, module: str = "ranks") -> ProcessSpec:
 
 
 def test_a_rank_that_is_killed_takes_the_others_along_and_all_are_started_again(fakes: Path, tmp_path: Path) -> None:
-    with Pools([rank(number, tmp_path) for number in range(3)], fakes, grace=5, restarts=1) as pools:
+    with Pools([rank(number, tmp_path) for number in range(3)], fakes, grace=60, restarts=1) as pools:
         wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 3)
         os.kill(int((tmp_path / "begun-1").read_text()), signal.SIGKILL)
         outcome = pools.supervise()
@@ -289,7 +318,7 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_all_are_started_again(
 def test_ranks_that_are_killed_too_often_have_failed_and_the_one_that_was_killed_is_named(
     fakes: Path, tmp_path: Path
 ) -> None:
-    with Pools([rank(number, tmp_path) for number in range(3)], fakes, grace=5) as pools:
+    with Pools([rank(number, tmp_path) for number in range(3)], fakes, grace=60) as pools:
         wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 3)
         os.kill(int((tmp_path / "begun-2").read_text()), signal.SIGKILL)
         outcome = pools.supervise()
@@ -299,7 +328,7 @@ def test_ranks_that_are_killed_too_often_have_failed_and_the_one_that_was_killed
 
 def test_a_rank_that_fails_with_a_reason_ends_the_run_and_starts_nothing_again(fakes: Path, tmp_path: Path) -> None:
     specs = [rank(0, tmp_path), rank(1, tmp_path), rank(2, tmp_path, "fails")]
-    with Pools(specs, fakes, grace=5, restarts=3) as pools:
+    with Pools(specs, fakes, grace=60, restarts=3) as pools:
         outcome = pools.supervise()
     assert [str(failure).partition(";")[0] for failure in outcome.failures] == [
         "rank2 failed (exit 1): no such model /nowhere"

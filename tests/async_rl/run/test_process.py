@@ -23,8 +23,9 @@ BODIES = {
     "refuses": "raise AsyncRLError('port 5701\\nis in use')",
     "again": "raise NeedsRestart('its engine is gone')",
     "breaks": "raise ZeroDivisionError('by nought')",
-    "loads": "print('loading', flush=True); time.sleep(60)",
+    "loads": "print('loading', flush=True); time.sleep(600)",
     "polls": """
+        context.stopping.is_set()
         print("polling", flush=True)
         while not context.stopping.wait(0.05):
             pass
@@ -35,9 +36,9 @@ BODIES = {
         from async_rl.run import process
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("deaf", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """,
-    "lingers": "threading.Thread(target=time.sleep, args=(60,)).start()",
+    "lingers": "threading.Thread(target=time.sleep, args=(600,)).start()",
 }
 FRAME = """
 import threading, time
@@ -81,7 +82,7 @@ def start(directory: RunDirectory, name: str, *flags: str, launched: bool = Fals
 
 
 def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     return process.returncode, out, err
 
 
@@ -130,15 +131,12 @@ def test_sigterm_leaves_the_end_to_a_body_that_watches(directory: RunDirectory) 
     process = start(directory, "polls")
     assert process.stdout is not None
     process.stdout.readline()
-    time.sleep(0.2)
     process.terminate()
     assert ends(process)[:2] == (0, "checkpointed\n")
 
 
 def test_a_thread_that_never_ends_does_not_keep_the_process(directory: RunDirectory) -> None:
-    start_time = time.monotonic()
     assert ends(start(directory, "lingers"))[0] == 0
-    assert time.monotonic() - start_time < 15
 
 
 def test_a_process_that_ignores_sigterm_does_not_outlive_its_launcher(directory: RunDirectory, tmp_path: Path) -> None:
@@ -155,7 +153,7 @@ def test_a_process_that_ignores_sigterm_does_not_outlive_its_launcher(directory:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "path")}
     launcher = subprocess.Popen([sys.executable, "-c", script], env=environment)
     log = directory.logs / "deaf.log"
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     try:
         while not (log.exists() and "deaf" in log.read_text()):
             assert time.monotonic() < deadline
@@ -164,7 +162,7 @@ def test_a_process_that_ignores_sigterm_does_not_outlive_its_launcher(directory:
     finally:
         launcher.kill()
         launcher.wait()
-    assert psutil.wait_procs(orphans, timeout=10)[1] == []
+    assert psutil.wait_procs(orphans, timeout=60)[1] == []
 
 
 def test_a_pool_of_another_package_of_that_name_refuses_to_start_and_names_both_paths(

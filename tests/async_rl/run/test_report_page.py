@@ -32,7 +32,7 @@ PLOTS = 14
 HOSTILE = """</title></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">'"`&"""
 LONG = "a" * 300
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

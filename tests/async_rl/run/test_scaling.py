@@ -71,19 +71,22 @@ def config(**inference: Any) -> Config:
     return config_from_table(table, "test.toml")
 
 
+SLEEP = ("-n", "1", "-r", "1", "import time; time.sleep(600)")
+
+
 def sleeper(name: str, _group: NodeGroup) -> ProcessSpec:
     """Ends on SIGTERM."""
-    return ProcessSpec(name, "timeit", ("-n", "1", "-r", "1", "import time; time.sleep(60)"), expendable=True, again=())
+    return ProcessSpec(name, "timeit", SLEEP, expendable=True, again=())
 
 
 @contextmanager
 def run_of(made: Config, tmp_path: Path) -> Iterator[tuple[Pools, Sizes, RunDirectory]]:
     """A launcher with sleeping nodes, asked in its directory, as a run's is."""
     directory = RunDirectory.create(tmp_path / "run", made)
-    trainer = ProcessSpec("trainer", "timeit", ("-n", "1", "-r", "1", "import time; time.sleep(60)"), ends_run=True)
+    trainer = ProcessSpec("trainer", "timeit", SLEEP, ends_run=True)
     nodes = [sleeper(f"node-{index}", NodeGroup("", made.inference)) for index in range(made.inference.nodes)]
     try:
-        with directory.hold(), Pools([trainer, *nodes], directory.logs, 5.0, 3) as pools:
+        with directory.hold(), Pools([trainer, *nodes], directory.logs, 60.0, 3) as pools:
             yield pools, Sizes(pools, made, sleeper), directory
             pools.end_all()
     finally:
@@ -91,7 +94,7 @@ def run_of(made: Config, tmp_path: Path) -> Iterator[tuple[Pools, Sizes, RunDire
 
 
 def until(pools: Pools, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         pools._look()

@@ -45,7 +45,7 @@ class Buffer:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)

@@ -129,11 +129,12 @@ def test_many_programs_at_once_do_not_mix(sandbox: Sandbox) -> None:
 
 def test_open_files_and_processes_of_ours_stay_what_they_were(sandbox: Sandbox) -> None:
     sandbox.run("print(1)", SHORT)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(5):
         sandbox.run("print(1)", SHORT)
         sandbox.judge("x = 1", "", "assert f() == 1", "", SHORT)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(os.listdir("/proc/self/fd")) <= files  # fewer where others' ended meanwhile
+    assert threading.active_count() <= threads
 
 
 def test_a_sandbox_that_is_closed_takes_its_programs_along(sandbox: Sandbox) -> None:
@@ -141,7 +142,7 @@ def test_a_sandbox_that_is_closed_takes_its_programs_along(sandbox: Sandbox) -> 
     with another_sandbox() as own:
         thread = start_sleeper(own.run, name)
         wait_for(lambda: named_processes(name) != [])
-    thread.join(30)
+    thread.join(60)
     wait_for(lambda: named_processes(name) == [])
     assert not thread.is_alive()
 
@@ -151,31 +152,31 @@ def test_a_program_that_is_killed_from_outside_is_no_programs_fault(sandbox: San
     thread = start_sleeper(sandbox.run, name)
     wait_for(lambda: len(named_processes(name)) == 2)
     os.kill(min(named_processes(name)), signal.SIGKILL)
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
 
 
 def start_sleeper(run: Callable[[str, Limits], object], name: str) -> threading.Thread:
     def call() -> None:
         with pytest.raises(SandboxError):
-            run(SLEEPER % name, Limits(wall_s=60))
+            run(SLEEPER % name, Limits(wall_s=600))
 
     thread = threading.Thread(target=call)
     thread.start()
     return thread
 
 
-SLEEPER = "import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'%s')\nos.fork() or os.setsid()\ntime.sleep(60)"
+SLEEPER = "import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'%s')\nos.fork() or os.setsid()\ntime.sleep(600)"
 
 
 def test_killing_whoever_runs_programs_ends_them(sandbox: Sandbox, tmp_path: Path) -> None:
     name = f"orphan-{os.getpid()}"
-    code = f"from async_rl.sandbox import Limits, run_python\nrun_python({SLEEPER % name!r}, Limits(wall_s=60))"
+    code = f"from async_rl.sandbox import Limits, run_python\nrun_python({SLEEPER % name!r}, Limits(wall_s=600))"
     parent = subprocess.Popen([sys.executable, "-P", "-c", code], cwd=tmp_path)
     wait_for(lambda: len(named_processes(name)) == 2)
     wardens = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
-    parent.wait(10)
+    parent.wait(60)
     wait_for(lambda: named_processes(name) == [] and not any(process.is_running() for process in wardens))
 
 
@@ -188,7 +189,7 @@ def test_a_warden_that_died_is_replaced(sandbox: Sandbox) -> None:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)

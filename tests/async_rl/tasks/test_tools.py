@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -195,11 +195,15 @@ def test_any_task_can_have_tools() -> None:
         load_task(table | {"of": {"kind": "calculator"}})
 
 
-def test_calls_after_slow_ones_are_told_so_and_fail_no_world() -> None:
+def test_calls_after_slow_ones_are_told_so_and_fail_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
     def slow(words: str) -> str:
-        time.sleep(0.05)
+        nonlocal now
+        now += 0.05
         return words
 
+    monkeypatch.setattr("async_rl.tasks.tools.time", SimpleNamespace(monotonic=lambda: now))
     environment = ToolEnvironment([tool_of(slow)], "plain", begin_within_s=0.01)
     step = asyncio.run(environment.step(Said("[slow a] [slow b] [slow c]", (), "stop")))
     refused = "error: not called, as the calls before it took too long\n"

@@ -47,13 +47,14 @@ class House:
                     self.server.send(event.peer, event.message)
 
     def client(self, role: Any = "node", name: str = "n", keys: DialKeys | None = None, **options: Any) -> Client:
-        usual = {"run": "run-a", "token": TOKEN, "peer": "the buffer", "heartbeat_s": 0.5}
+        # It beats slowly, so that a busy machine does not make it look lost.
+        usual = {"run": "run-a", "token": TOKEN, "peer": "the buffer", "heartbeat_s": 20.0}
         client = Client(self.server.endpoint, role=role, name=name, keys=keys, **usual | options)
         self._clients.append(client)
         return client
 
     def count(self, kind: str, awaited: int = 1) -> int:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.server.counters[kind] < awaited and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.server.counters[kind]
@@ -62,7 +63,7 @@ class House:
         for client in self._clients:
             client.close(0.2)
         self._stopping = True
-        self._thread.join(10)
+        self._thread.join(60)
         self.server.close(0.1)
 
 
@@ -86,9 +87,9 @@ def house(tmp_path: Path) -> Iterator[Callable[..., House]]:
 
 
 def talks(client: Client) -> bool:
-    client.connect(10)
+    client.connect(60)
     client.send(Draw(3))
-    return bool(client.receive(10, "an echo").message == Draw(3))
+    return bool(client.receive(60, "an echo").message == Draw(3))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*", "ipc"])
@@ -100,7 +101,7 @@ def test_each_role_comes_in_with_its_own_key(house: Any, keys: Path, tmp_path: P
 def test_a_key_of_another_role_is_refused_at_once_and_counted(house: Any, keys: Path) -> None:
     made = house(keys)
     with pytest.raises(LinkRefused, match=r"as a trainer: its key is listed for node") as refused:
-        made.client("trainer", "trainer", dial_keys(keys, "node")).connect(10)
+        made.client("trainer", "trainer", dial_keys(keys, "node")).connect(60)
     assert made.count("wrong_role_key") == 1
     assert dial_keys(keys, "node").public.decode() not in str(refused.value)
 
@@ -150,7 +151,7 @@ def test_who_has_keys_does_not_talk_to_a_service_without(house: Any, keys: Path)
 def test_the_token_is_needed_all_the_same(house: Any, keys: Path) -> None:
     made = house(keys)
     with pytest.raises(LinkRefused, match="token") as refused:
-        made.client("node", "n", dial_keys(keys, "node"), token="another").connect(10)
+        made.client("node", "n", dial_keys(keys, "node"), token="another").connect(60)
     assert made.count("wrong_token") == 1
     assert TOKEN not in str(refused.value)
 
@@ -166,7 +167,7 @@ def test_nobody_takes_the_name_of_a_client_of_another_role_or_key(house: Any, ke
     assert talks(node)
     for name, dialled in (("trainer", dial_keys(keys, "node")), ("node", dial_keys(tmp_path / "own", "node"))):
         with pytest.raises(LinkRefused, match="name of another client"):
-            made.client("node", name, dialled).connect(10)
+            made.client("node", name, dialled).connect(60)
     assert made.count("name_taken", 2) == 2
     assert talks(trainer)
     assert talks(node)
@@ -179,7 +180,7 @@ def test_what_speaks_no_zeromq_is_counted_and_holds_nobody_up(house: Any, keys: 
     made = house(keys)
     host, _, port = made.server.endpoint.removeprefix("tcp://").rpartition(":")
     for _ in range(2500):  # more than libzmq keeps unread by default
-        with socket.create_connection((host, int(port)), 5) as raw:
+        with socket.create_connection((host, int(port)), 60) as raw:
             raw.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00XXXX" + b"\0" * 64)
     assert talks(made.client("node", "n", dial_keys(keys, "node")))
     assert made.count("no_handshake", 2500) == 2500
@@ -197,7 +198,7 @@ def test_a_server_with_keys_that_cannot_bind_leaves_nothing_behind(house: Any, k
     before = threading.active_count()
     with pytest.raises(AsyncRLError, match="in use"):
         Server(made.server.endpoint, run="run-a", token=TOKEN, name="second", keys=ServiceKeys(keys))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # others of before may have ended meanwhile
 
 
 def test_what_strangers_say_is_shown_short_and_harmless() -> None:
@@ -209,7 +210,7 @@ def test_what_strangers_say_is_shown_short_and_harmless() -> None:
 def test_a_name_that_a_log_could_not_show_is_refused(house: Any, name: str) -> None:
     made = house(None)
     with pytest.raises(LinkRefused, match="printable"):
-        made.client("node", name).connect(10)
+        made.client("node", name).connect(60)
     assert made.count("wrong_name") == 1
 
 
@@ -232,7 +233,7 @@ def test_a_large_frame_of_a_stranger_is_not_even_decoded(house: Any) -> None:
     unknown = stranger(made.server.endpoint)
     for frames in ([nothings], [b"x", b"y"], [b"x" * 5000] * 3):
         unknown.send_multipart(frames)
-        assert unknown.poll(5000)
+        assert unknown.poll(60_000)
         answer = read_link_message(read_envelope(unknown.recv(), 0))
         assert isinstance(answer, Unknown)
     assert made.server.counters == {"unknown_peer": 3}
@@ -253,7 +254,7 @@ def test_a_server_has_room_for_so_many_clients(house: Any, monkeypatch: pytest.M
     assert talks(made.client(name="a"))
     assert talks(made.client(name="b"))
     with pytest.raises(LinkRefused, match="2 clients already"):
-        made.client(name="c").connect(10)
+        made.client(name="c").connect(60)
     assert made.count("too_many") == 1
     assert talks(made.client(name="a"))  # in the place of the first
 
@@ -263,7 +264,7 @@ def test_what_a_client_leaves_unread_can_be_asked_for(house: Any) -> None:
     client = made.client()
     assert talks(client)
     assert made.server.backlog("nobody") == 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while made.server.backlog("n") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert made.server.backlog("n") == 0

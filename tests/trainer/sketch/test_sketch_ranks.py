@@ -12,6 +12,7 @@ import pytest
 import sketched_rank
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", sketched_rank.HALVES)
 def test_two_ranks_take_the_steps_of_one(tmp_path: Path, case: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -27,7 +28,7 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path, case: str) -> None:
     try:
         alone = sketched_rank.trained(case, sketched_rank.WHOLE, together=False)
         for process in ranks:
-            _, errors = process.communicate(timeout=90)
+            _, errors = process.communicate(timeout=280)
             assert process.returncode == 0, errors
     finally:
         for process in ranks:
