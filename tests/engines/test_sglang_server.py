@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,15 +265,19 @@ def test_nothing_is_left_of_a_node_that_is_killed_when_the_next_begins(engines: 
     engines.close()
     in_memory = unheld_memory()
     command = [sys.executable, "-P", "-c", NODE, str(engines.model.path), str(tmp_path / "log")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # A place of its own: another test's node that starts meanwhile would take away what this one leaves.
+    place = Path(tempfile.mkdtemp(prefix="sgl-", dir="/tmp"))
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(place)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as node:
         assert node.stdout is not None
         server = psutil.Process(int(node.stdout.readline()))
         processes = [server, *server.children(recursive=True)]
         node.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert len(processes) >= 3
     assert alive == []
     assert unheld_memory() - in_memory
-    Scratch().remove()
+    Scratch(place).remove()
     assert unheld_memory() - in_memory == set()
+    shutil.rmtree(place)

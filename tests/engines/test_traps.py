@@ -85,16 +85,16 @@ def test_to_unload_what_a_request_uses_holds_up_every_later_load(adapters: Bed) 
     assert not running.done()
     adapters.ask(adapters.server.abort(call.name))
     for waits in (unloading, loading, running):
-        waits.result(30.0)
+        waits.result(60.0)
 
     call = adapters.call(model.prompt(4, 20), "late", "key", most=480)
     running = adapters.begin_call(call)
     unloading = adapters.start(adapters.server.unload("late"))
     loading = adapters.start(adapters.server.load("later", model.peft_folder(2)))
-    assert ended(loading)
+    loading.result(60.0)
     assert not running.done()
     adapters.ask(adapters.server.abort(call.name))
-    unloading.result(30.0)
+    unloading.result(60.0)
     adapters.ask(adapters.server.unload("later"))
 
 

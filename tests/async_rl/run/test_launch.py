@@ -248,15 +248,15 @@ def test_an_expendable_process_that_came_too_late_to_hear_of_the_end_is_told(fak
     assert children() == []
 
 
-@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize(("leads", "other", "grace"), [(True, "until", 60), (True, "sleeps", 5), (False, "sleeps", 60)])
 def test_an_interrupt_reaches_every_process_and_waits_for_its_orderly_end(
-    leads: bool, fakes: Path, tmp_path: Path
+    leads: bool, other: str, grace: float, fakes: Path, tmp_path: Path
 ) -> None:
-    """Where one ends the run it is told first, and the others may end after it by themselves; else all are told."""
+    """Where one ends the run it is told first, and the others may end after it by themselves, or are told when the
+    grace is over; else all are told."""
     saved = tmp_path / "saved"
     before = signal.getsignal(signal.SIGINT)
-    other = fake("until", str(saved)) if leads else fake("sleeps")
-    with Pools([fake("tidies", str(saved), ends_run=leads), other], fakes, grace=60) as pools:
+    with Pools([fake("tidies", str(saved), ends_run=leads), fake(other, str(saved))], fakes, grace) as pools:
         wait_for(lambda: log_says(fakes / "tidies.log", "ready"))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         outcome = pools.supervise()
