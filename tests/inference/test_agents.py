@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from agent_house import LARGE, ROOM, TASK, SaysWhatItIsTold, chat_tokenizer
+from gone import gone
 from play_house import PlayHouse, lease
 
 from async_rl.errors import AsyncRLError
@@ -153,16 +152,6 @@ def run(folder: Path, *command: str, limit_s: float = 30.0) -> Any:
         return await run_program(command, folder, b"{}", environment, limit_s, trouble)
 
     return asyncio.run(body())
-
-
-def gone(pid: int, within_s: float = 60.0) -> bool:
-    ends = time.monotonic() + within_s
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > ends:
-                return False
-            time.sleep(0.02)
-    return True
 
 
 LEAVES_ONE = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"

@@ -21,7 +21,7 @@ from inference.bench_flips import PUSHES, QUIET, add_losses
 from inference.bench_flips_house import Push
 from inference.bench_flips_policies import AdapterMaker, WeightsMaker
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 800.0
 
 
 def policies(maker: AdapterMaker | WeightsMaker, folder: Path, count: int) -> Iterator[tuple[PolicyId, Path]]:

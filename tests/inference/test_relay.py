@@ -34,10 +34,9 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
 
 
 @pytest.fixture
-def calm(house: House) -> House:
-    """One in which a relay's time-out cannot come to pass."""
-    house.relays._timeout_s = LONG_S
-    return house
+def calm(house: House) -> None:
+    """No relay's time-out can come to pass."""
+    house.relay_timeout_s = house.relays._timeout_s = LONG_S
 
 
 def status(house: House) -> StoreStatus:
@@ -48,17 +47,16 @@ def status(house: House) -> StoreStatus:
     return answer
 
 
-def volunteers(house: House, *names: str, timeout_s: float = RELAY_TIMEOUT_S) -> list[Node]:
+def volunteers(house: House, *names: str, timeout_s: float | None = None) -> list[Node]:
     """Nodes that the store knows as relays by now."""
     nodes = [house.relaying_node(name, timeout_s=timeout_s) for name in names]
     wait_for(lambda: set(names) <= set(house.relays.volunteers), "the volunteers to be known")
     return nodes
 
 
-def test_however_many_nodes_there_are_the_store_sends_one_copy_and_all_have_every_byte(calm: House) -> None:
-    house = calm
-    leaf = house.relaying_node("leaf", volunteers=False, timeout_s=LONG_S)
-    nodes = [*volunteers(house, "a", "b", "c", timeout_s=LONG_S), leaf]
+@pytest.mark.usefixtures("calm")
+def test_however_many_nodes_there_are_the_store_sends_one_copy_and_all_have_every_byte(house: House) -> None:
+    nodes = [*volunteers(house, "a", "b", "c"), house.relaying_node("leaf", volunteers=False)]
     for version in (1, 2):
         data = house.upload(version, data_of(version, SIZE))
         for node in nodes:
@@ -70,9 +68,9 @@ def test_however_many_nodes_there_are_the_store_sends_one_copy_and_all_have_ever
     assert sum(node.relaying.relay.served_bytes for node in nodes[:3]) == 2 * 3 * SIZE
 
 
-def test_a_chunk_is_passed_on_before_the_next_one_has_come(calm: House) -> None:
+@pytest.mark.usefixtures("calm")
+def test_a_chunk_is_passed_on_before_the_next_one_has_come(house: House) -> None:
     """The store sends no second chunk until the last node has the first one."""
-    house = calm
     last = Path()
 
     def hold(pull: Pull) -> None:
@@ -82,7 +80,7 @@ def test_a_chunk_is_passed_on_before_the_next_one_has_come(calm: House) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 
-    nodes = volunteers(house, "a", "b", "c", timeout_s=LONG_S)
+    nodes = volunteers(house, "a", "b", "c")
     house.store.before_pull = hold
     house.store.order = ["a", "b", "c"]
     last = nodes[2].folder
@@ -91,17 +89,18 @@ def test_a_chunk_is_passed_on_before_the_next_one_has_come(calm: House) -> None:
         node.expect(1, data)
 
 
+@pytest.mark.usefixtures("calm")
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
-def test_sizes_at_the_edge_of_a_chunk_are_relayed_whole(calm: House, size: int) -> None:
-    nodes = volunteers(calm, "a", "b", timeout_s=LONG_S)
-    data = calm.upload(1, data_of(1, size))
+def test_sizes_at_the_edge_of_a_chunk_are_relayed_whole(house: House, size: int) -> None:
+    nodes = volunteers(house, "a", "b")
+    data = house.upload(1, data_of(1, size))
     for node in nodes:
         node.expect(1, data)
 
 
-def test_what_needs_several_files_is_relayed_file_by_file(calm: House) -> None:
-    house = calm
-    nodes = [house.relaying_node(name, routed=True, timeout_s=LONG_S) for name in "ab"]
+@pytest.mark.usefixtures("calm")
+def test_what_needs_several_files_is_relayed_file_by_file(house: House) -> None:
+    nodes = [house.relaying_node(name, routed=True) for name in "ab"]
     wait_for(lambda: len(house.relays.volunteers) == 2, "the volunteers to be known")
     base, update = data_of(0, SIZE), data_of(1, SIZE)
     for version, data, kind in ((0, base, BASE), (1, update, FACTORS)):
@@ -295,10 +294,10 @@ def test_a_node_whose_disk_fails_keeps_no_file_for_others(house: House) -> None:
     child.close(0.2)
 
 
-def test_a_policy_that_is_stored_in_another_form_is_had_of_nobody_who_has_the_first(calm: House) -> None:
+@pytest.mark.usefixtures("calm")
+def test_a_policy_that_is_stored_in_another_form_is_had_of_nobody_who_has_the_first(house: House) -> None:
     """As by a trainer that goes on from a checkpoint. Nobody has sent wrong bytes."""
-    house = calm
-    old = volunteers(house, "a", "b", timeout_s=LONG_S)
+    old = volunteers(house, "a", "b")
     data = house.upload(1, data_of(1, SIZE))
     for node in old:
         node.expect(1, data)
@@ -306,13 +305,14 @@ def test_a_policy_that_is_stored_in_another_form_is_had_of_nobody_who_has_the_fi
     whole = data_of(2, SIZE + CHUNK_BYTES)
     house.upload_as(policy(1), whole, "lora")
     for name in ("c", "d", "e"):
-        house.relaying_node(name, timeout_s=LONG_S).expect(1, whole)
+        house.relaying_node(name).expect(1, whole)
     assert status(house).liars == ()
     assert status(house).bypasses == {}
 
 
+@pytest.mark.usefixtures("calm")
 def test_a_store_that_is_started_anew_learns_who_relays_and_of_the_pulls_under_way(house: House) -> None:
-    nodes = volunteers(house, "a", "b", timeout_s=LONG_S)
+    nodes = volunteers(house, "a", "b")
     data = house.upload(1, data_of(1, SIZE))
     for node in nodes:
         node.expect(1, data)

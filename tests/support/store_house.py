@@ -93,6 +93,7 @@ class House:
         self.scratch.mkdir()
         self.endpoint = f"ipc://{folder / 's'}"
         self.keys = keys
+        self.relay_timeout_s = RELAY_TIMEOUT_S  # of the store, and of every node that relays
         self._closing: list[Callable[[], None]] = []
         self.open()
         self._trainer = self.link("trainer", "trainer")
@@ -103,7 +104,7 @@ class House:
         keys = ServiceKeys(self.keys) if self.keys is not None else None
         self.server = Server(self.endpoint, run=RUN, token=TOKEN, name="store", keys=keys)
         files = PolicyFiles(self.files, RUN, self.max_staleness, keep)
-        self.relays = Relays(self.fanout, RELAY_TIMEOUT_S)
+        self.relays = Relays(self.fanout, self.relay_timeout_s)
         self.store = WatchedStore(Context(self.stopping, Exporter(), Watchdog()), self.server, files, self.relays)
         self.store.pulls, self.store.early = [], {}
         self._thread = threading.Thread(target=self._serve)
@@ -125,9 +126,10 @@ class House:
         return client
 
     def relaying_node(
-        self, name: str, volunteers: bool = True, routed: bool = False, timeout_s: float = RELAY_TIMEOUT_S
+        self, name: str, volunteers: bool = True, routed: bool = False, timeout_s: float | None = None
     ) -> Node:
         """A node that pulls from relays where the store says so, and perhaps is one itself."""
+        timeout_s = self.relay_timeout_s if timeout_s is None else timeout_s
         relay = None
         if volunteers:
             keys = NodeDoorKeys(self.keys) if self.keys is not None else None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gone import gone
 
 from async_rl.run.host import PIECE_BYTES, Host, Order
 from async_rl.run.launch import ProcessSpec
@@ -146,7 +147,7 @@ def test_with_it_goes_what_it_started(host: Host, directory: Path) -> None:
     worker = int(host.look(0, 0.1).piece)
     host.kill()
     assert everything(host)[1] == -signal.SIGKILL
-    wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    assert gone(worker)
 
 
 def test_an_interpreter_that_is_not_there_is_named(host: Host, directory: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gone import gone
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -229,7 +230,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_worke
         worker = int((fakes / "ignores.log").read_text().split()[1])
         outcome = pools.supervise()
     assert [failure.name for failure in outcome.failures] == ["fails"]
-    wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    assert gone(worker)
 
 
 def test_what_does_not_end_after_the_run_is_ended_by_force_and_named(fakes: Path) -> None:
@@ -292,8 +293,8 @@ def test_no_process_outlives_a_launcher_that_is_killed(fakes: Path, tmp_path: Pa
     finally:
         launcher.kill()
         launcher.wait()
-    gone, alive = psutil.wait_procs(orphans, timeout=60)
-    assert (len(gone), alive) == (2, [])
+    ended, alive = psutil.wait_procs(orphans, timeout=60)
+    assert (len(ended), alive) == (2, [])
     assert (tmp_path / "s").read_text() == "checkpointed"
 
 

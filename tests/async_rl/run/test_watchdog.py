@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
+from gone import gone
 
 from async_rl.run import watchdog_helper
 from async_rl.run.watchdog import Watchdog
@@ -114,7 +114,7 @@ def test_a_process_that_moves_on_is_left_alone_and_takes_its_watcher_along() -> 
     done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     helper = int(done.stdout.split()[1])
-    _gone(helper)
+    assert gone(helper)
 
 
 def test_one_that_moves_within_its_limit_is_never_ended_and_one_that_stops_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_what_an_ended_process_has_started_ends_with_it() -> None:
     """
     code, lines = run(body)
     assert code == -signal.SIGKILL
-    _gone(int(lines[0]))
+    assert gone(int(lines[0]))
 
 
 def test_a_process_in_a_group_of_others_ends_alone() -> None:
@@ -228,10 +228,3 @@ def test_words_of_any_length_and_alphabet_fit() -> None:
     for _ in range(10):
         watchdog.note("\N{OLD HUNGARIAN CAPITAL LETTER A}" * 1000)
         watchdog.beat("\0" * 1000)
-
-
-def _gone(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.05)
