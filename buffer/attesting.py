@@ -24,8 +24,9 @@ def node_attested(replay: Replay, event: NodeAttested, now: float, effects: list
         return
     before = node.first
     cause = replay.quarantine.attested(node, event.policy, event.proof)
-    _set_aside(replay, node, cause, effects)
-    if not cause and before is None and node.first is not None:
+    if cause:
+        _set_aside(replay, node, cause, effects)
+    elif before is None and node.first is not None:
         effects.append(NodePassed(event.policy, node.first, node.view().bound))
     replay.evaluations.offer(node)
 
@@ -35,18 +36,18 @@ def node_showed(replay: Replay, event: NodeHeld | NodeRefused, now: float, effec
     if node is not None:
         before = node.canary
         cause = replay.quarantine.showed(node, event)
-        _set_aside(replay, node, cause, effects)
-        if not cause and node.canary is not before and node.canary is not None:
+        if cause:
+            _set_aside(replay, node, cause, effects)
+        elif node.canary is not before and node.canary is not None:
             effects.append(NodePassed(event.policy, node.canary, node.view().bound))
 
 
 def _set_aside(replay: Replay, node: Node, cause: str, effects: list[Effect]) -> None:
-    """A node was quarantined, if there is a cause: what it was leased is leased again."""
-    if cause:
-        replay.evaluations.withdraw(node)
-        for lease in sorted(node.leases):
-            replay.cancel(lease, "the node is quarantined", effects)
-        effects.append(QuarantineNode(node.name, cause))
+    """A node was quarantined: what it was leased is leased again."""
+    replay.evaluations.withdraw(node)
+    for lease in sorted(node.leases):
+        replay.cancel(lease, "the node is quarantined", effects)
+    effects.append(QuarantineNode(node.name, cause))
 
 
 HANDLERS: Mapping[type, Callable[[Any, Any, float, list[Effect]], None]] = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from async_rl.bundle import taken_apart
 from async_rl.trajectory import EncodedTrajectory
 from async_rl.version import VersionRun, is_stale
 from buffer.events import NOBODYS, BundleArrived, Effect, ResultArrived
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from buffer.replay import Replay
 
 NOTHING = memoryview(b"")
+TakenApart = Callable[[Any], Sequence[EncodedTrajectory]]
+"""The payloads of a bundle's attempts."""
 
 
 def bundle_arrived(replay: Replay, event: BundleArrived, now: float, effects: list[Effect]) -> None:
@@ -38,7 +39,7 @@ def bundle_arrived(replay: Replay, event: BundleArrived, now: float, effects: li
         replay.groups.accept(lease, samples)
         replay.closed(lease, len(event.samples))
     else:
-        replay.deliver(event.lease, alone(event), now, effects)
+        replay.deliver(event.lease, alone(event, replay.taken_apart), now, effects)
 
 
 def is_plain(replay: Replay, event: BundleArrived, lease: LeaseRecord, samples: int) -> bool:
@@ -58,7 +59,7 @@ def is_plain(replay: Replay, event: BundleArrived, lease: LeaseRecord, samples: 
     )
 
 
-def alone(event: BundleArrived) -> list[ResultArrived]:
+def alone(event: BundleArrived, taken_apart: TakenApart) -> list[ResultArrived]:
     """The results, each with a payload of its own; a bundle that was nobody's when it came has none, and stays so."""
     payloads: Sequence[EncodedTrajectory] = [NOTHING] * len(event.samples)
     problem = NOBODYS

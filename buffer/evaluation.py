@@ -120,9 +120,11 @@ class Evaluations:
 
     def offer(self, node: Node) -> None:
         """The node's readiness, policy or room changed."""
-        self.withdraw(node)
         current = self.current
-        if current and node.state == "ready" and node.eval_open < eval_room(node.slots, self._share):
+        if current is None:
+            return
+        self.withdraw(node)
+        if node.state == "ready" and node.eval_open < eval_room(node.slots, self._share):
             beyond = self._one_copy and node.policy != current.policy and node.version >= current.policy.version
             others = self._beyond if beyond else self._others
             (self._serving if node.policy == current.policy else others)[node.name] = node

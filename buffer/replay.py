@@ -25,6 +25,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
+from async_rl.bundle import taken_apart
 from async_rl.version import is_stale, judged_version
 from async_rl.wire.messages import MAX_EVALUATED, Lease, Progress
 from buffer import attesting, bundled, drawing, leaving, restarts
@@ -86,6 +87,11 @@ class Replay:
         self.outside_counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self.published: dict[int, set[str]] = {}  # digests by version, of those that still matter
+
+    @staticmethod
+    def taken_apart(payload: Any) -> Sequence[Any]:
+        """The payloads of a bundle's attempts; nothing else here looks into one."""
+        return taken_apart(payload)
 
     # --- views -------------------------------------------------------------------------------------------------------
 
@@ -160,11 +166,12 @@ class Replay:
     def apply(self, event: AnyEvent, now: float) -> list[Effect]:
         """Take one event in, and say what to do. `now`: seconds, monotonic, never less than before."""
         effects: list[Effect] = []
-        if isinstance(event, BufferStarted):
-            self.ended = self.groups.exhausted = ""
-        if self.ended and not isinstance(event, RunFinished):
-            self._after_end(event, effects)
-            return effects
+        if self.ended:
+            if isinstance(event, BufferStarted):
+                self.ended = self.groups.exhausted = ""
+            elif not isinstance(event, RunFinished):
+                self._after_end(event, effects)
+                return effects
         self._handlers[type(event)](self, event, now, effects)
         if self.groups.exhausted:
             self.end(self.groups.exhausted, effects)
@@ -379,11 +386,11 @@ class Replay:
 
     def _lease_training(self, now: float, effects: list[Effect]) -> None:
         """Lowest ticket to the newest waiting node, until one of ticket, node, version or credit is lacking."""
-        rules, groups, queue, nodes = self.rules, self.groups, self.groups.queue, self.nodes
-        lead = self.lead
+        rules, groups, nodes = self.rules, self.groups, self.nodes
+        lowest, fresh_groups, lead = groups.queue.lowest, rules.fresh_groups, self.lead
         while (version := nodes.newest_waiting()) is not None:
-            ticket = queue.lowest()
-            if ticket is None or not may_lease(ticket, version, lead, rules.fresh_groups):
+            ticket = lowest()
+            if ticket is None or not may_lease(ticket, version, lead, fresh_groups):
                 return
             if not groups.has_credit(ticket):
                 return

@@ -77,6 +77,12 @@ def numbers(distribution: Distribution, rng: np.random.Generator) -> Iterator[fl
         yield from distribution.draw(rng, BLOCK).tolist()
 
 
+def uniform(rng: np.random.Generator) -> Iterator[float]:
+    """In [0, 1), one after the other, for ever."""
+    while True:
+        yield from rng.random(BLOCK).tolist()
+
+
 class Speed(NamedTuple):
     """A decode step of a node takes `step_s + row_s * rows`, prefills included. With `tokens_per_second` not 0 the node
     is capped as `inference.max_tokens_per_second` does it: a step takes at least (samples in the engine, those that

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from async_rl.wire.messages import Lease
 from buffer.events import (
     AnyEvent,
     BatchConfirmed,
+    BundleArrived,
     CancelLease,
     DrawRequested,
     Effect,
@@ -43,10 +44,10 @@ from buffer.events import (
 )
 from buffer.replay import Replay
 from buffer.rules import Rules, of_shard
-from buffer.scenario import BLOCK, Scenario, Shapes, numbers, samples_asked
+from buffer.scenario import Scenario, Shapes, numbers, samples_asked, uniform
 from buffer.virtual_node import ENDED, NEVER, Job, VirtualEngine
 from buffer.virtual_pushes import IDLE, Pushes
-from buffer.virtual_results import Outcomes
+from buffer.virtual_results import Outcomes, VirtualReplay, attempts_of
 from buffer.virtual_trainer import StepRecord, VirtualTrainer
 
 TICKS_PER_TIMEOUT = 4  # how often deadlines are looked at, for each lease time-out
@@ -127,7 +128,7 @@ class Simulation:
     def __init__(self, rules: Rules, scenario: Scenario, check: Callable[[Replay, float], None] | None = None) -> None:
         self.rules = rules
         self.scenario = scenario
-        self.replays = [Replay(of_shard(rules, shard)) for shard in range(rules.shards)]
+        self.replays = [VirtualReplay(of_shard(rules, shard)) for shard in range(rules.shards)]
         self.now = 0.0
         self._check = check
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -142,7 +143,7 @@ class Simulation:
         self._evaluations: list[EvalFinished] = []
         # A stream for each thing that is random, so that a change in one leaves the others' draws as they were.
         chance, shapes, delivery, trainer, lives, self._factors, pushes = np.random.default_rng(scenario.seed).spawn(7)
-        self._chance = _uniform(chance)
+        self._chance = uniform(chance)
         self._shapes = Shapes(scenario.lengths, rules.group_size, scenario.slots, shapes)
         self._delivery_s = numbers(scenario.delivery_s, delivery)
         self._lives = lives
@@ -265,7 +266,7 @@ class Simulation:
         self._parts[shard] = part
         if len(self._parts) == len(self.replays):
             parts = [(self._parts[each].groups, self._parts[each].payloads) for each in range(len(self.replays))]
-            groups, payloads = whole_batch(parts)
+            groups, payloads = whole_batch(parts, attempts_of)
             self._parts = {}
             self._trainer.lend(LendBatch(part.batch, part.for_version, tuple(groups), tuple(payloads)))
 
@@ -318,21 +319,29 @@ class Simulation:
             engine.flip(policy, self.now)
             if self.scenario.in_flight == "recompute":
                 self._touch(node)
-            node.asking.flipped(self.now)
-            for shard, untold in enumerate(node.untold):
-                if not node.leases[shard]:
-                    untold.clear()  # no token of these will come there
-                untold.append(policy)
-                if shard == 0 or node.asking.waits_at(shard):
-                    self._attest(node, shard)
-            self._watch_turn(node)
+            if len(self.replays) == 1:
+                self._tell(0, NodeAttested(node.name, policy))
+            else:
+                self._tell_shards(node, policy)
+
+    def _tell_shards(self, node: _Node, policy: PolicyId) -> None:
+        """A newer policy serves: those hear of it for whom it matters now."""
+        node.asking.flipped(self.now)
+        for shard, untold in enumerate(node.untold):
+            if not node.leases[shard]:
+                untold.clear()  # no token of these will come there
+            untold.append(policy)
+            if shard == 0 or node.asking.waits_at(shard):
+                self._attest(node, shard)
+        self._watch_turn(node)
 
     def _attest(self, node: _Node, shard: int) -> None:
         """A shard need not know what a node has served until tokens of that come, or it is asked for work; but for the
         first, which evaluates."""
-        untold, node.untold[shard] = node.untold[shard] if node.alive else [], []
-        for policy in untold:
-            self._tell(shard, NodeAttested(node.name, policy))
+        if untold := node.untold[shard]:
+            node.untold[shard] = []
+            for policy in untold if node.alive else ():
+                self._tell(shard, NodeAttested(node.name, policy))
 
     def _die(self, node: _Node) -> None:
         serves = node.engine.policy is not None
@@ -466,14 +475,14 @@ class Simulation:
         """One message with all that ended together."""
         if not (node.alive or node.lost_to_buffer):
             return
-        by_shard: dict[int, list[ResultArrived]] = defaultdict(list)
+        by_shard: dict[int, list[ResultArrived | BundleArrived]] = defaultdict(list)
         for job in ended:
             if job.open:
                 self._close(node, job)
                 self._eval_tokens += job.tokens if job.lease.split == "eval" else 0
                 by_shard[shard_of(job.lease.lease, len(self.replays))] += self._outcomes.of(node.name, job)
         for shard, results in by_shard.items():
-            self._results += len(results)
+            self._results += sum([len(each.samples) if isinstance(each, BundleArrived) else 1 for each in results])
             self._attest(node, shard)
             self._tell(shard, results[0] if len(results) == 1 else ResultsArrived(tuple(results)))
         self._ask(node)
@@ -486,11 +495,6 @@ class Simulation:
         if not jobs:
             del node.jobs[job.lease.lease]
             node.leases[shard_of(job.lease.lease, len(self.replays))] -= 1
-
-
-def _uniform(rng: np.random.Generator) -> Iterator[float]:
-    while True:
-        yield from rng.random(BLOCK).tolist()
 
 
 def simulate(

@@ -84,7 +84,7 @@ class VirtualTrainer:
         payloads = cast(Sequence[Payload], batch.payloads)
         dispositions = tuple(
             [
-                Disposition(lease, tuple([payload.sample for payload in own]), outcome)
+                Disposition(lease, tuple([sample for payload in own for sample in payload.samples]), outcome)
                 for lease, own in groupby(payloads, key=attrgetter("lease"))
             ]
         )
@@ -96,11 +96,9 @@ class VirtualTrainer:
     def _count(self, for_version: int, payloads: Sequence[Payload]) -> tuple[int, int]:
         """All tokens of a batch, and the sum of their ages."""
         ages: Counter[int] = Counter()
-        # Samples of whole groups share one tuple of runs, which need not be looked at again and again.
-        for _, alike in groupby(payloads, key=lambda payload: id(payload.versions)):
-            first, *others = alike
-            for run in first.versions:
-                ages[staleness(for_version, run.version)] += run.count * (1 + len(others))
+        for payload in payloads:
+            for run in payload.versions:
+                ages[staleness(for_version, run.version)] += run.count * len(payload.samples)
         self.staleness += ages
         return ages.total(), sum(age * tokens for age, tokens in ages.items())
 
@@ -139,5 +137,11 @@ class VirtualTrainer:
 
 def _first_time(groups: Sequence[BatchGroup], payloads: Sequence[Payload]) -> int:
     """Tokens of the groups that were not trained before."""
-    new = [group.uses == 0 for group in groups for _ in range(group.size)]
-    return sum([run.count for payload, is_new in zip(payloads, new, strict=True) if is_new for run in payload.versions])
+    tokens, rest = 0, iter(payloads)
+    for group in groups:
+        attempts = 0
+        while attempts < group.size:
+            payload = next(rest)
+            attempts += len(payload.samples)
+            tokens += payload.tokens if group.uses == 0 else 0
+    return tokens

@@ -11,7 +11,7 @@ from buffer_house import answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from async_rl.bundle import attempts_in, bundled, decode_bundle, trajectories_of
+from async_rl.bundle import attempts_in, bundled, decode_bundle, taken_apart, trajectories_of
 from async_rl.trajectory import Packed, encode_trajectory
 from async_rl.version import PolicyId
 from async_rl.wire.link import Received
@@ -168,7 +168,7 @@ class Twins:
         return [play.replay.groups.instances for play in self.plays]
 
     def deliver(self, event: BundleArrived) -> None:
-        events = (ResultsArrived((event,)), ResultsArrived(tuple(alone(event))))
+        events = (ResultsArrived((event,)), ResultsArrived(tuple(alone(event, taken_apart))))
         told = [play.apply(each) for play, each in zip(self.plays, events, strict=True)]
         self.do(lambda play: told[self.plays.index(play)])
 

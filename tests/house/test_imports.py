@@ -29,7 +29,7 @@ LONGER = {
     "async_rl/wire/server.py": 500,
     "buffer/replay.py": 500,
     "buffer/service.py": 450,
-    "buffer/simulate.py": 500,
+    "buffer/simulate.py": 510,
     "inference/node.py": 470,
     "inference/torch_engine.py": 470,
 }
