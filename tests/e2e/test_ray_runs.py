@@ -152,6 +152,7 @@ def test_a_run_on_ray_outlives_a_raylet_is_scaled_and_leaves_nothing(temporary, 
     wait_for(lambda: not left_behind(run, temporary), 15, lambda: f"nothing to be left: {left_behind(run, temporary)}")
 
 
+@pytest.mark.long
 @pytest.mark.scale
 def test_a_launcher_that_is_killed_leaves_neither_processes_nor_its_cluster(temporary, shell):
     """And with keys the nodes, which get theirs from the launcher, reach the buffer at this machine's address."""

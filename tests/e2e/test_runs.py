@@ -66,7 +66,7 @@ def test_with_bound_0_every_token_is_of_the_trainers_version_and_both_log_probab
     assert config["r"] == 16
 
 
-@pytest.mark.parametrize("in_flight", ["continue", "recompute"])
+@pytest.mark.parametrize("in_flight", ["continue", pytest.param("recompute", marks=pytest.mark.long)])
 def test_every_in_flight_policy_completes_a_run_within_the_bound(shell, in_flight):
     run = shell.folder / in_flight
     code, output = shell.run("run", str(shell.config), "--out", str(run), "--set", f"inference.in_flight={in_flight}")

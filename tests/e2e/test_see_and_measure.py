@@ -113,12 +113,15 @@ def test_a_run_can_be_simulated_and_planned_from(watched: Path, shell: real_runs
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+# These take minutes also at their quickest; flips has a test of its own (tests/inference/test_bench_flips.py).
+LONGEST = ("transport", "scale", "flips")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "name",
-    # All arms of the link, also at their quickest, take minutes.
-    [pytest.param(name, marks=pytest.mark.long if name == "transport" else ()) for name in BENCHES],
+    [pytest.param(name, marks=pytest.mark.long if name in LONGEST else ()) for name in BENCHES],
 )
 def test_a_benchmark_runs_and_can_be_compared_with_itself(name: str, shell: real_runs.Shell) -> None:
     file = shell.folder / f"{name}.json"

@@ -63,7 +63,7 @@ def test_the_sketch_quickstart_sends_factor_updates_to_two_nodes_and_evaluates(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "sketch"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.long), "sketch"])
 def test_every_version_may_be_a_snapshot(shell: Shell, kind: str) -> None:
     run = shell.folder / "run"
     own = (

@@ -242,6 +242,7 @@ def test_an_id_outside_the_vocabulary_does_not_reach_it(served: Served) -> None:
     served.do(served.server.check())
 
 
+@pytest.mark.long  # it has an engine of its own, whose start alone takes a minute or two
 def test_what_a_preempted_request_sampled_stays_as_it_was_and_it_goes_on(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_quick_run_measures_every_way_in_order_and_leaves_nothing(place: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_what_a_sketch_trainer_cannot_have_is_said_in_the_table(place: Path, tmp_path: Path) -> None:
     written = tmp_path / "flips.json"

@@ -17,7 +17,8 @@ from inference.compiled_build import Build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-KINDS = ["qwen3", "mistral"]  # mistral: a window on every layer, no norms of queries and keys
+# Of mistral: a window on every layer, no norms of queries and keys.
+KINDS = ["qwen3", pytest.param("mistral", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def lives(folder: Path, world: int, cases: list[Case]) -> list[tuple[Case, dict[
     return list(zip(cases, by_rank[0], strict=True))
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.long)])
 def test_a_backends_life_is_the_torch_backends_over_any_ranks(
     world: int, cases: list[Case], folder: Path, tmp_path: Path
 ) -> None:

@@ -50,7 +50,7 @@ def model(folder: Path, kind: str) -> Path:
     return make_model(kind, folder / kind)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR), MORE])
+@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.long), MORE])
 def test_ranks_lead_the_life_of_the_torch_backend(world: int, cases: list[Case], folder: Path, tmp_path: Path) -> None:
     payload, wanted = [], []
     for number, (kind, parallel, trainer) in enumerate(cases):
