@@ -244,6 +244,7 @@ def test_a_raylet_that_takes_buffer_store_and_trainer_along_costs_the_steps_sinc
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_what_no_machine_has_room_for_is_said_and_ends_the_run(shell):
     run = shell.folder / "too-large"
     code, output = shell.run(

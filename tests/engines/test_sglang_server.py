@@ -262,6 +262,7 @@ def test_what_a_preempted_request_sampled_stays_as_it_was_and_it_goes_on(
         bed.engine.close()
 
 
+@pytest.mark.long  # two starts of an engine, as above
 def test_nothing_is_left_of_a_node_that_is_killed_when_the_next_begins(engines: Engines, tmp_path: Path) -> None:
     engines.close()
     in_memory = unheld_memory()

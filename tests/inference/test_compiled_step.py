@@ -198,6 +198,7 @@ def test_a_request_that_moves_to_another_engine_says_what_it_would_have_said(com
         np.testing.assert_allclose(done[i].logprobs, expected[i].logprobs, atol=1e-5)
 
 
+@pytest.mark.long  # a package of its own
 def test_in_bfloat16_adapters_kept_apart_are_compiled_too(compiled, qwen, finish_all):
     engine = compiled(versions=(0, 1), dtype="bfloat16")
     submit_all(engine, [qwen.request(i, policy=qwen.policy(i % 2)[0]) for i in range(4)])
