@@ -1,13 +1,13 @@
 # make run     set up, then the quickstart: a tiny model learns on this machine in a few minutes
 # make run-moe the same of a mixture of experts, trained with Megatron on four processes
 # make test    set up, then the tests
-# make test-slow    the tests that build compiled code or run every benchmark
+# make test-slow    the tests that build compiled code or run the benchmarks
 # make test-sample  one short form of each kind of fault, with real processes
 # make test-faults  kills, cuts, losses and freezes, for minutes; writes docs/faults.txt
 # make test-megatron  the tests of the Megatron backend, on 2 and 4 processes
 # make test-scale   runs on a Ray cluster, over ranks, relays and shards (minutes)
 # make test-tasks   whole runs of real tasks: data sets, tools, agents, code (minutes)
-# make test-long    more cases of the tests above, and long ones; not in CI (half an hour)
+# make test-long    more cases of the tests above and of the engines, and long ones; not in CI (an hour or more)
 # make engines       environments of vLLM and SGLang for CPUs, outside this clone; .engines/ leads there
 # make test-engines  set up, then the tests of engines with each of the three
 # make lint    ruff and mypy
@@ -47,8 +47,9 @@ test-scale: setup
 test-tasks: $(TASKS)
 	$(BIN)/python -P -m pytest -m "tasks and not long" --durations=20 $(ARGS)
 
-test-long: $(MEGATRON) $(TASKS)
+test-long: $(MEGATRON) $(TASKS) engines
 	$(BIN)/python -P -m pytest -m "long and not faults" -rP --durations=0 $(ARGS)
+	ASYNC_RL_SGLANG_PYTHON=$(CURDIR)/.engines/sglang/bin/python $(BIN)/python -P -m pytest -m long tests/engines --engine sglang $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)

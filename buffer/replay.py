@@ -166,12 +166,11 @@ class Replay:
     def apply(self, event: AnyEvent, now: float) -> list[Effect]:
         """Take one event in, and say what to do. `now`: seconds, monotonic, never less than before."""
         effects: list[Effect] = []
-        if self.ended:
-            if isinstance(event, BufferStarted):
-                self.ended = self.groups.exhausted = ""
-            elif not isinstance(event, RunFinished):
-                self._after_end(event, effects)
-                return effects
+        if isinstance(event, BufferStarted):
+            self.ended = self.groups.exhausted = ""
+        if self.ended and not isinstance(event, RunFinished):
+            self._after_end(event, effects)
+            return effects
         self._handlers[type(event)](self, event, now, effects)
         if self.groups.exhausted:
             self.end(self.groups.exhausted, effects)

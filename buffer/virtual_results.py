@@ -21,8 +21,8 @@ INSTANCES = 1_000_003  # a prime: an instance's remainder (its number, where the
 class Payload(msgspec.Struct, gc=False):
     """What stands for an encoded trajectory, or for a bundle of those that are alike: enough for the trainer to see
     which attempts these are and how old the tokens of each are; nothing of this is taken from the buffer's own records.
-    The rules never look into a payload, they only ask how long it is, so ten thousand groups of them need not take
-    their bytes."""
+    The rules only ask how long a payload is, and have a bundle taken apart (VirtualReplay), so ten thousand groups of
+    them need not take their bytes."""
 
     lease: int
     samples: tuple[int, ...]
@@ -71,7 +71,8 @@ class Outcomes:
         self._always: Fate | None = None if faults else ("ok", "")
 
     def of(self, node: str, job: Job) -> list[ResultArrived | BundleArrived]:
-        """What comes of a job that has ended: a bundle where a node would make one, else a result for each sample."""
+        """What comes of a job that has ended: a bundle where all of its samples are good and of one policy, else a
+        result for each. (A node would bundle the good ones among others, too; the rules do the same with both.)"""
         scenario, lease = self._scenario, job.lease.lease
         # Decided by the instance alone, since all samples of a group must agree on it.
         equal = job.lease.instance % self._instances < scenario.zero_variance * self._instances

@@ -144,4 +144,6 @@ def _first_time(groups: Sequence[BatchGroup], payloads: Sequence[Payload]) -> in
             payload = next(rest)
             attempts += len(payload.samples)
             tokens += payload.tokens if group.uses == 0 else 0
+        assert attempts == group.size
+    assert next(rest, None) is None
     return tokens

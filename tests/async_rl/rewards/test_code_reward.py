@@ -47,11 +47,12 @@ def test_human_eval_passes_its_own_solutions_and_no_function_that_returns_nothin
         empty = "    return None\n" if number % 2 == 0 else whole
         return task.score(instance, instance.answer), task.score(instance, empty)
 
+    numbers = range(0, 164, step)
     with ThreadPoolExecutor(2) as pool:
-        scores = list(pool.map(right_and_empty, range(0, 164, step)))
-    assert [n for n, (right, _) in enumerate(scores) if right.reward != 1 or right.components["code.passed"] != 1] == []
-    assert [n for n, (_, empty) in enumerate(scores) if empty.reward != 0] == []
-    assert {name for _, empty in scores for name in empty.components} <= {
+        scores = dict(zip(numbers, pool.map(right_and_empty, numbers), strict=True))
+    assert [n for n, (right, _) in scores.items() if right.reward != 1 or right.components["code.passed"] != 1] == []
+    assert [n for n, (_, empty) in scores.items() if empty.reward != 0] == []
+    assert {name for _, empty in scores.values() for name in empty.components} <= {
         "code", "code.compiled", "code.passed", "code.wrong", "code.error",
     }  # fmt: skip
 
