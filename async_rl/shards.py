@@ -49,28 +49,38 @@ def whole_batch(
 ) -> tuple[list[BatchGroup], list[Payload]]:
     """The groups and payloads of a batch from its shards' parts: those that train for the first time by ticket, then
     the others by ticket. So the batch is the one that one buffer would have lent, where it lends by ticket. A part is
-    its groups, and their payloads back to back, each of `attempts_in` attempts of one group. Raises ValueError when
-    these do not fit together."""
+    its groups, and their payloads back to back. Raises as `by_group`."""
     if len(parts) == 1:
         return list(parts[0][0]), list(parts[0][1])
     found: list[tuple[tuple[bool, int], BatchGroup, Sequence[Payload]]] = []
     for groups, payloads in parts:
-        counts = list(map(attempts_in, payloads))
-        declared = sum([group.size for group in groups])
-        if declared != sum(counts):
-            raise ValueError(f"{declared} trajectories declared, {sum(counts)} received")
-        first = 0
-        for group in groups:
-            last, lacking = first, group.size
-            while lacking > 0:
-                lacking -= counts[last]
-                last += 1
-            if lacking:
-                raise ValueError(f"a payload of {counts[last - 1]} trajectories is not of one group")
-            found.append(((group.uses > 0, group.ticket), group, payloads[first:last]))
-            first = last
+        for group, own in zip(groups, by_group(groups, payloads, attempts_in), strict=True):
+            found.append(((group.uses > 0, group.ticket), group, own))
     found.sort(key=lambda each: each[0])
     return [group for _, group, _ in found], [payload for *_, own in found for payload in own]
+
+
+def by_group(
+    groups: Sequence[BatchGroup], payloads: Sequence[Payload], attempts_in: Callable[[Payload], int]
+) -> list[Sequence[Payload]]:
+    """Each group's payloads, which lie back to back, each of `attempts_in` attempts of one group. Raises ValueError
+    when these do not fit together."""
+    counts = list(map(attempts_in, payloads))
+    declared = sum([group.size for group in groups])
+    if declared != sum(counts):
+        raise ValueError(f"{declared} trajectories declared, {sum(counts)} received")
+    found: list[Sequence[Payload]] = []
+    first = 0
+    for group in groups:
+        last, lacking = first, group.size
+        while lacking > 0:
+            lacking -= counts[last]
+            last += 1
+        if lacking:
+            raise ValueError(f"a payload of {counts[last - 1]} trajectories is not of one group")
+        found.append(payloads[first:last])
+        first = last
+    return found
 
 
 def total(counts: Iterable[Mapping[Key, int]]) -> dict[Key, int]:

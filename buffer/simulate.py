@@ -480,9 +480,9 @@ class Simulation:
             if job.open:
                 self._close(node, job)
                 self._eval_tokens += job.tokens if job.lease.split == "eval" else 0
+                self._results += len(job.samples)
                 by_shard[shard_of(job.lease.lease, len(self.replays))] += self._outcomes.of(node.name, job)
         for shard, results in by_shard.items():
-            self._results += sum([len(each.samples) if isinstance(each, BundleArrived) else 1 for each in results])
             self._attest(node, shard)
             self._tell(shard, results[0] if len(results) == 1 else ResultsArrived(tuple(results)))
         self._ask(node)

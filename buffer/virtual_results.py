@@ -38,7 +38,7 @@ class Payload(msgspec.Struct, gc=False):
         return len(self.samples) * sum([run.count for run in self.versions])
 
 
-def attempts_of(payload: EncodedTrajectory) -> int:
+def attempts_of(payload: EncodedTrajectory | Payload) -> int:
     return len(cast(Payload, payload).samples)
 
 

@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from async_rl.shards import by_group
 from async_rl.version import PolicyId, staleness
 from async_rl.wire.messages import BatchGroup, Disposition, SamplingParams
 from buffer.events import AnyEvent, BatchConfirmed, DrawRequested, EvalRequested, LendBatch, PolicyRegistered
 from buffer.scenario import Scenario, numbers
-from buffer.virtual_results import Payload
+from buffer.virtual_results import Payload, attempts_of
 
 
 class World(Protocol):
@@ -137,13 +138,5 @@ class VirtualTrainer:
 
 def _first_time(groups: Sequence[BatchGroup], payloads: Sequence[Payload]) -> int:
     """Tokens of the groups that were not trained before."""
-    tokens, rest = 0, iter(payloads)
-    for group in groups:
-        attempts = 0
-        while attempts < group.size:
-            payload = next(rest)
-            attempts += len(payload.samples)
-            tokens += payload.tokens if group.uses == 0 else 0
-        assert attempts == group.size
-    assert next(rest, None) is None
-    return tokens
+    lent = zip(groups, by_group(groups, payloads, attempts_of), strict=True)
+    return sum([payload.tokens for group, own in lent if group.uses == 0 for payload in own])

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from buffer.bundled import alone
+from buffer.events import BundleArrived
 from buffer.rules import ENDLESS, Rules
 from buffer.scenario import Constant, Lognormal, Scenario, Speed, TrainerSpeed, Values
 from buffer.simulate import SimulationResult, simulate
+from buffer.virtual_results import Outcomes, taken_apart
 
 GROUP_BYTES = 1000
 FAULTS = ("refused", "env_failed", "aborted", "hangs", "zero_variance", "skipped", "undead")
@@ -237,6 +241,28 @@ def test_the_same_seed_gives_the_same_run(tools):
     rules = tools.rules(zero_variance="refill", max_tries=50)
     assert simulate(rules, scenario) == simulate(rules, scenario)
     assert simulate(rules, scenario) != simulate(rules, scenario._replace(seed=4))
+
+
+def test_groups_that_come_as_bundles_make_the_same_run_as_their_attempts_alone(tools, monkeypatch):
+    """Nodes die meanwhile, are thought dead, and answer too late: some bundles are taken apart."""
+    rules = tools.rules(steps=30, groups_per_step=4, group_size=4, max_staleness=2, lease_timeout=20.0)
+    scenario = Scenario(
+        seed=1, nodes=6, slots=8, lengths=Lognormal(100, 1.5), slowest=4, whole_groups=True, node_life_s=15,
+        rejoin_s=1, undead=0.5, trainer=TrainerSpeed(Constant(1)),
+    )  # fmt: skip
+    bundled = simulate(rules, scenario)
+    whole, kinds = Outcomes.of, Counter()
+
+    def each_alone(self, node, job):
+        came = whole(self, node, job)
+        kinds.update(type(each).__name__ for each in came)
+        apart = [alone(each, taken_apart) if isinstance(each, BundleArrived) else [each] for each in came]
+        return [one for own in apart for one in own]
+
+    monkeypatch.setattr(Outcomes, "of", each_alone)
+    assert simulate(rules, scenario) == bundled
+    assert kinds["BundleArrived"] > 100
+    assert bundled.outside["late"] > 0
 
 
 def test_more_lead_keeps_the_trainer_less_idle(tools):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,6 @@ class Place:
     def handed_over(self) -> list[Trajectory]:
         (message,) = [each for each in self.said if isinstance(each, HandOver)]
         return [decode_trajectory(raw) for raw in message.prefixes]
-
-
-def key_of(work: ToScore) -> tuple[int, int]:
-    return work.key
 
 
 def given_back(place: Place) -> list[LeaseSamples]:
@@ -231,7 +228,7 @@ def test_an_answer_that_nobody_has_looked_at_yet_is_handed_over_and_not_sampled_
     second.take_over(given_lease, first.handed_over())
     assert second.engine.active == 0
     # The server's two calls are tasks of its own: which one the node hears of first is chance.
-    assert sorted(second.to_score, key=key_of) == sorted(first.to_score, key=key_of)
+    assert sorted(second.to_score, key=attrgetter("key")) == sorted(first.to_score, key=attrgetter("key"))
     scored = [second.book.scored((1, sample), 1.0, {}, 0.0, "") for sample in (0, 1)]
     assert [packed and decode_trajectory(packed.joined()).n_tokens for packed in scored] == [6 + NEW] * 2
 
